@@ -27,7 +27,9 @@ from ringspan.torch.runtime.launch import launch
 RESULT: Final = Path(__file__).parent / "results" / "ancestors-cpu.json"
 RANKS, HEADS, HEAD_DIM, BLOCK, REPEATS = 2, 4, 64, 512, 3
 LENGTHS: Final = (1024, 2048, 4096, 8192, 16_384)
-STORES_SCORES_UP_TO: Final = 8192  # beyond, the scores of Ring Self-Attention alone are more than 2 GB per rank
+STORES_SCORES_UP_TO: Final = (
+    8192  # beyond, the scores of Ring Self-Attention alone are more than 2 GB per rank
+)
 
 
 class Shift(torch.autograd.Function):
@@ -56,7 +58,9 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup, by: int) -> Tensor:
     return received
 
 
-def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ring_self_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> Tensor:
     """Li et al. 2021: keys go round and leave all scores, (B, H, T, N T); then values go round. Linear in ranks, but
     still quadratic in the sequence.
     """
@@ -64,7 +68,11 @@ def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGrou
     scores: list[Tensor] = []
     for hop in range(ranks):
         owner = (rank - hop) % ranks
-        scores.append((q @ k.mT * q.shape[-1] ** -0.5).masked_fill(_hidden(q, rank, owner), float("-inf")))
+        scores.append(
+            (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(
+                _hidden(q, rank, owner), float("-inf")
+            )
+        )
         k = Shift.apply(k, group, 1) if hop + 1 < ranks else k
     weights = torch.cat(scores, -1).softmax(-1).chunk(ranks, -1)
     out = torch.zeros_like(q)
@@ -77,46 +85,73 @@ def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGrou
 def _hidden(q: Tensor, rank: int, owner: int) -> Tensor:
     """Keys of an owner that are later than a rank's queries."""
     tokens = torch.arange(q.shape[2])
-    return (owner * q.shape[2] + tokens)[None, :] > (rank * q.shape[2] + tokens)[:, None]
+    return (owner * q.shape[2] + tokens)[None, :] > (rank * q.shape[2] + tokens)[
+        :, None
+    ]
 
 
 def blockwise(
-    q: Tensor, k: Tensor, v: Tensor, feedforward: Callable[[Tensor], Tensor] = lambda x: x, block: int = BLOCK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feedforward: Callable[[Tensor], Tensor] = lambda x: x,
+    block: int = BLOCK,
 ) -> Tensor:
     """Liu and Abbeel 2023, on one device: a block of queries passes all keys, then its feed-forward, before the next
     one begins. Scores are computed again in backward, so that memory is linear, but all of it is on one device.
     """
 
     def one(rows: Tensor, first: int) -> Tensor:
-        out, lse = torch.zeros_like(rows), torch.full((*rows.shape[:3], 1), float("-inf"))
+        out, lse = (
+            torch.zeros_like(rows),
+            torch.full((*rows.shape[:3], 1), float("-inf")),
+        )
         for start in range(0, first + rows.shape[2], block):  # later blocks see nothing
             keys = slice(start, start + block)
             scores = rows @ k[:, :, keys].mT * rows.shape[-1] ** -0.5
-            late = start + torch.arange(scores.shape[-1])[None, :] > first + torch.arange(rows.shape[2])[:, None]
+            late = (
+                start + torch.arange(scores.shape[-1])[None, :]
+                > first + torch.arange(rows.shape[2])[:, None]
+            )
             scores = scores.masked_fill(late, float("-inf"))
             new = scores.logsumexp(-1, keepdim=True)
             whole = torch.logaddexp(lse, new)
-            out, lse = (lse - whole).exp() * out + (scores - whole).exp() @ v[:, :, keys], whole
+            out, lse = (
+                (lse - whole).exp() * out + (scores - whole).exp() @ v[:, :, keys],
+                whole,
+            )
         return feedforward(out)
 
     rows = range(0, q.shape[2], block)
-    return torch.cat([checkpoint(one, q[:, :, i : i + block], i, use_reentrant=False) for i in rows], 2)
+    return torch.cat(
+        [checkpoint(one, q[:, :, i : i + block], i, use_reentrant=False) for i in rows],
+        2,
+    )
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Jacobs et al. 2023: tokens are traded for heads, attention is that of one device, then back."""
     ranks = dist.get_world_size(group)
     q, k, v = (_traded(x, 1, 2, ranks, group) for x in (q, k, v))  # (B, H / N, N T, D)
-    return _traded(scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1, ranks, group)
+    return _traded(
+        scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1, ranks, group
+    )
 
 
-def _traded(x: Tensor, split: int, join: int, ranks: int, group: dist.ProcessGroup) -> Tensor:
-    return torch.cat(_AllToAll.apply(group, *(part.contiguous() for part in x.chunk(ranks, split))), join)
+def _traded(
+    x: Tensor, split: int, join: int, ranks: int, group: dist.ProcessGroup
+) -> Tensor:
+    return torch.cat(
+        _AllToAll.apply(group, *(part.contiguous() for part in x.chunk(ranks, split))),
+        join,
+    )
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group = group
         return tuple(_to_all(parts, group))
 
@@ -136,21 +171,42 @@ def measure(length: int) -> dict[str, dict[str, float]]:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, HEADS, length, HEAD_DIM, generator=generator) for _ in range(4)]
+    whole = [
+        torch.randn(1, HEADS, length, HEAD_DIM, generator=generator) for _ in range(4)
+    ]
     local = [x.chunk(RANKS, 2)[rank].contiguous() for x in whole]
     layout = rs.Layout("zigzag", length=length, ranks=RANKS)
     ring = partial(rs.ring_attention, layout=layout, group=group)
     found: dict[str, Callable[[], Any]] = {"ringspan": partial(_both, ring, local)}
     if length <= STORES_SCORES_UP_TO:
-        found["Ring Self-Attention"] = partial(_both, partial(ring_self_attention, group=group), local)
+        found["Ring Self-Attention"] = partial(
+            _both, partial(ring_self_attention, group=group), local
+        )
     found["Ulysses"] = partial(_both, partial(ulysses, group=group), local)
-    seconds = {name: median(times) for name, times in timed_in_turns(found, REPEATS, threads=1).items()}
-    one = {"blockwise, one process": partial(_both, blockwise, whole) if rank == 0 else None}
-    seconds |= {name: median(times) for name, times in timed_in_turns(one, REPEATS, threads=RANKS).items()}  # pyright: ignore[reportArgumentType]
+    seconds = {
+        name: median(times)
+        for name, times in timed_in_turns(found, REPEATS, threads=1).items()
+    }
+    one = {
+        "blockwise, one process": partial(_both, blockwise, whole)
+        if rank == 0
+        else None
+    }
+    seconds |= {
+        name: median(times)
+        for name, times in timed_in_turns(one, REPEATS, threads=RANKS).items()
+    }
     held = {name: float(allocated_bytes(function)) for name, function in found.items()}
     if rank == 0:
-        held |= {name: float(allocated_bytes(function)) for name, function in one.items() if function}
-    return {name: {"seconds": seconds[name], "peak_bytes": each} for name, each in held.items()}
+        held |= {
+            name: float(allocated_bytes(function))
+            for name, function in one.items()
+            if function
+        }
+    return {
+        name: {"seconds": seconds[name], "peak_bytes": each}
+        for name, each in held.items()
+    }
 
 
 def _both(function: Callable[..., Tensor], tensors: list[Tensor]) -> None:
@@ -173,10 +229,19 @@ if __name__ == "__main__":
         "dtype": "float32",
         "mask": "causal",
     }
-    facts = {"command": "python -m benchmarks.ancestors", "config": config | {"repeats": REPEATS}}
-    RESULT.write_text(json.dumps({**facts, "machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    facts = {
+        "command": "python -m benchmarks.ancestors",
+        "config": config | {"repeats": REPEATS},
+    }
+    RESULT.write_text(
+        json.dumps({**facts, "machine": describe_machine(), "rows": rows}, indent=1)
+        + "\n"
+    )
     for row in rows:
         print(
             row["length"],
-            {name: (f"{x['seconds']:.3f} s", f"{x['peak_bytes'] / 1e6:.0f} MB") for name, x in row["systems"].items()},
+            {
+                name: (f"{x['seconds']:.3f} s", f"{x['peak_bytes'] / 1e6:.0f} MB")
+                for name, x in row["systems"].items()
+            },
         )

@@ -71,8 +71,14 @@ def _measure(case: CacheCase, ids: list[int]) -> dict[str, Any]:
     text = torch.tensor([ids], device=local_device())
     rows: list[dict[str, Any]] = []
     with session(case.settings, config, load_tokenizer(case.folder, config)) as asked:
-        costs = {dtype: asked.model.cache_cost(text, dtype, case.scored) for dtype in case.dtypes}
-    sizes = torch.tensor([[cost.cache_bytes, cost.cache_bytes_then] for cost in costs.values()], device=local_device())
+        costs = {
+            dtype: asked.model.cache_cost(text, dtype, case.scored)
+            for dtype in case.dtypes
+        }
+    sizes = torch.tensor(
+        [[cost.cache_bytes, cost.cache_bytes_then] for cost in costs.values()],
+        device=local_device(),
+    )
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
     own = next(iter(costs.values()))
     for (dtype, cost), (_, then) in zip(costs.items(), sizes.tolist(), strict=True):
@@ -99,13 +105,28 @@ def _measure(case: CacheCase, ids: list[int]) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder of the model and its tokenizer.", show_default=False)],
-    text_file: Annotated[
-        Path, typer.Option(help="The text; - reads standard input. The first tokens are read, the last scored.")
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of the model and its tokenizer.", show_default=False
+        ),
     ],
-    dtypes: Annotated[str, typer.Option(help="Of the caches, with commas.")] = ",".join(DTYPES),
-    scored: Annotated[int, typer.Option(min=1, help="Tokens whose loss is compared.")] = 256,
-    length: Annotated[int | None, typer.Option(min=3, help="Tokens of the text to take; default: all.")] = None,
+    text_file: Annotated[
+        Path,
+        typer.Option(
+            help="The text; - reads standard input. The first tokens are read, the last scored."
+        ),
+    ],
+    dtypes: Annotated[str, typer.Option(help="Of the caches, with commas.")] = ",".join(
+        DTYPES
+    ),
+    scored: Annotated[
+        int, typer.Option(min=1, help="Tokens whose loss is compared.")
+    ] = 256,
+    length: Annotated[
+        int | None,
+        typer.Option(min=3, help="Tokens of the text to take; default: all."),
+    ] = None,
     ranks: Ranks = 2,
 ) -> None:
     """Measure, and print the result as one JSON object."""

@@ -37,7 +37,9 @@ LENGTHS: Final = (8_192, 16_384, 32_768, 65_536)
 
 def model_of(tokens: int) -> Any:
     torch.manual_seed(0)
-    return DeepseekV32ForCausalLM(DeepseekV32Config(**SIZES, max_position_embeddings=tokens)).train()
+    return DeepseekV32ForCausalLM(
+        DeepseekV32Config(**SIZES, max_position_embeddings=tokens)
+    ).train()
 
 
 def batch_of(tokens: int) -> dict[str, torch.Tensor]:
@@ -59,7 +61,11 @@ def seconds(model: Any, batch: Any, repeats: int) -> list[float]:
 
 def ring(tokens: int, repeats: int) -> Any:
     mesh = rs.init_mesh()
-    return seconds(rs.parallelize(model_of(tokens), mesh), rs.shard_batch(batch_of(tokens), mesh), repeats)
+    return seconds(
+        rs.parallelize(model_of(tokens), mesh),
+        rs.shard_batch(batch_of(tokens), mesh),
+        repeats,
+    )
 
 
 def transformers(tokens: int, repeats: int) -> Any:
@@ -77,8 +83,14 @@ def memory(tokens: int, repeats: int) -> Any:
         tracker.watch("activations", batch.values())
         tracker.restart()
         train_step(tracker, model, optimizer, batch)
-    most = max(tracker.moments, key=lambda each: each.bytes["activations"] + each.bytes["temporaries"])
-    return {"phase": most.phase, "bytes": {name: most.bytes[name] for name in CATEGORIES}}
+    most = max(
+        tracker.moments,
+        key=lambda each: each.bytes["activations"] + each.bytes["temporaries"],
+    )
+    return {
+        "phase": most.phase,
+        "bytes": {name: most.bytes[name] for name in CATEGORIES},
+    }
 
 
 CASES: Final = {"ring": ring, "transformers": transformers, "memory": memory}
@@ -86,11 +98,34 @@ CASES: Final = {"ring": ring, "transformers": transformers, "memory": memory}
 
 def measured(case: str, tokens: int, repeats: int, ranks: int = 1) -> Any:
     print(f"{case}: {tokens:,} tokens, {ranks} ranks", file=sys.stderr, flush=True)
-    launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    own = ["-m", "benchmarks.chosen_keys", "--case", case, "--tokens", str(tokens), "--repeats", str(repeats)]
+    launch = (
+        []
+        if ranks == 1
+        else [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+    )
+    own = [
+        "-m",
+        "benchmarks.chosen_keys",
+        "--case",
+        case,
+        "--tokens",
+        str(tokens),
+        "--repeats",
+        str(repeats),
+    ]
     threads = {"OMP_NUM_THREADS": str(2 // ranks)}
     done = subprocess.run(
-        [sys.executable, *launch, *own], capture_output=True, text=True, check=True, env=os.environ | threads
+        [sys.executable, *launch, *own],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | threads,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -99,7 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--dense-tokens", type=int, default=DENSE_TOKENS, help="of the comparison with transformers")
+    parser.add_argument(
+        "--dense-tokens",
+        type=int,
+        default=DENSE_TOKENS,
+        help="of the comparison with transformers",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     asked = parser.parse_args()
@@ -126,8 +166,12 @@ def main() -> None:
         "dense_tokens": dense,
         "seconds": times,
         "two_ranks_over_one_process": middle["two ranks"] / middle["one process"],
-        "transformers_over_one_process": middle["transformers, dense mask, shorter"] / middle["one process, shorter"],
-        "memory": [{"tokens": length} | measured("memory", length, 1) for length in asked.lengths],
+        "transformers_over_one_process": middle["transformers, dense mask, shorter"]
+        / middle["one process, shorter"],
+        "memory": [
+            {"tokens": length} | measured("memory", length, 1)
+            for length in asked.lengths
+        ],
     }
     print(json.dumps(facts, indent=1))
 

@@ -33,14 +33,30 @@ def measure() -> list[dict[str, Any]]:
     for name, options in CODES.items():
         for ranks in (2, 8):
             _, forward, backward = problem.on_ring(LAYOUT, ranks, **options)
-            sent = {"forward_bytes": forward[0].sent_bytes, "backward_bytes": backward[0].sent_bytes}
-            errors = dict(zip(RESULTS, problem.errors(LAYOUT, ranks, **options), strict=True))
+            sent = {
+                "forward_bytes": forward[0].sent_bytes,
+                "backward_bytes": backward[0].sent_bytes,
+            }
+            errors = dict(
+                zip(RESULTS, problem.errors(LAYOUT, ranks, **options), strict=True)
+            )
             rows.append({"code": name, "ranks": ranks, **errors, **sent})
     return rows
 
 
 if __name__ == "__main__":
-    config = {"length": LENGTH, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "layout": LAYOUT}
+    config = {
+        "length": LENGTH,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "layout": LAYOUT,
+    }
     command = "python -m benchmarks.communication_error"
-    result = {"command": command, "rows": measure(), "config": config, "machine": describe_machine()}
+    result = {
+        "command": command,
+        "rows": measure(),
+        "config": config,
+        "machine": describe_machine(),
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")

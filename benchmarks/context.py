@@ -85,7 +85,9 @@ def run(case: ContextCase) -> dict[str, Any]:
         ConfigError: not even ``start_tokens`` fit, or attention is to be thinned on a device that is no CPU.
     """
     if case.rows_in > 1 and local_device().type != "cpu":
-        raise ConfigError(f"--rows-in {case.rows_in}: attention is thinned on a CPU alone; leave it out")
+        raise ConfigError(
+            f"--rows-in {case.rows_in}: attention is thinned on a CPU alone; leave it out"
+        )
     longest = _longest(case)
     if longest < min(case.start_tokens, case.max_length):
         raise ConfigError(
@@ -122,21 +124,35 @@ def _longest(case: ContextCase) -> int:
     if "offload" not in options or local_device().type != "cpu":
         return case.max_length
     setting = Setting(
-        length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], compute_dtype=case.dtype,
-        folds=case.folds, offload=options["offload"], on_gpu=False,
-    )  # fmt: skip
-    shape = from_config(_config(case, case.start_tokens).to_dict(), "the benchmark's model")
+        length=case.start_tokens,
+        ring=case.ranks,
+        checkpoint=options["checkpoint"],
+        compute_dtype=case.dtype,
+        folds=case.folds,
+        offload=options["offload"],
+        on_gpu=False,
+    )
+    shape = from_config(
+        _config(case, case.start_tokens).to_dict(), "the benchmark's model"
+    )
     room = shutil.disk_usage(tempfile.gettempdir()).free
     return min(case.max_length, room * setting.tokens // host_bytes(shape, setting))
 
 
 def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -> int:
     """The length to try after these trials (each with "length" and "peak_bytes"); 0 when none is worth it."""
-    low = max((t["length"] for t in trials if t["peak_bytes"] <= budget_bytes), default=0)
-    high = min((t["length"] for t in trials if t["peak_bytes"] > budget_bytes), default=longest + 1)
+    low = max(
+        (t["length"] for t in trials if t["peak_bytes"] <= budget_bytes), default=0
+    )
+    high = min(
+        (t["length"] for t in trials if t["peak_bytes"] > budget_bytes),
+        default=longest + 1,
+    )
     if not low or high - low <= max(1, 0.03 * low):
         return 0
-    finite = sorted((t["length"], t["peak_bytes"]) for t in trials if math.isfinite(t["peak_bytes"]))
+    finite = sorted(
+        (t["length"], t["peak_bytes"]) for t in trials if math.isfinite(t["peak_bytes"])
+    )
     # With one trial there is no line yet.
     proposal = 2 * low
     if len(finite) > 1:
@@ -148,7 +164,8 @@ def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -
     # A line that leads out of the interval has met something that is not linear: halve it.
     if high <= longest and not low < proposal < high:
         proposal = (low + high) // 2
-    step = math.ceil(0.01 * low)  # a proposal next to one that is known would teach nothing
+    # a proposal next to one that is known would teach nothing
+    step = math.ceil(0.01 * low)
     return max(low + step, min(proposal, high - step, 8 * low))
 
 
@@ -160,9 +177,11 @@ def _try(case: ContextCase, length: int) -> dict[str, Any]:
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        return {"length": length, "peak_bytes": math.inf, "parameters": 0} | dict.fromkeys(
-            ("step_seconds", "loss"), math.nan
-        )
+        return {
+            "length": length,
+            "peak_bytes": math.inf,
+            "parameters": 0,
+        } | dict.fromkeys(("step_seconds", "loss"), math.nan)
     return {
         "length": length,
         "peak_bytes": sum(result["peak_bytes"] for result in results),
@@ -194,7 +213,9 @@ def _step(case: ContextCase, length: int, device: torch.device) -> dict[str, Any
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = _text(length).unsqueeze(0)
-    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, **split, device=device)
+    batch = shard_batch(
+        {"input_ids": tokens, "labels": tokens}, mesh, **split, device=device
+    )
     dist.barrier()
     started = time.perf_counter()
     loss = model(**batch).loss
@@ -205,13 +226,22 @@ def _step(case: ContextCase, length: int, device: torch.device) -> dict[str, Any
     # A step that computed nonsense is no length that fits.
     if not math.isfinite(loss := float(loss.detach())):
         raise AssertionError(f"the loss of {length} tokens is {loss}")
-    return {"peak_bytes": peak_bytes(device), "step_seconds": seconds, "parameters": parameters, "loss": loss}
+    return {
+        "peak_bytes": peak_bytes(device),
+        "step_seconds": seconds,
+        "parameters": parameters,
+        "loss": loss,
+    }
 
 
 def _llama(case: ContextCase, length: int) -> PreTrainedModel:
     torch.manual_seed(0)
     config = _config(case, length)
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype)).to(local_device()).train()
+    return (
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype))
+        .to(local_device())
+        .train()
+    )
 
 
 def _config(case: ContextCase, length: int) -> LlamaConfig:
@@ -231,34 +261,60 @@ def _config(case: ContextCase, length: int) -> LlamaConfig:
 def _text(length: int) -> torch.Tensor:
     """The bytes of ringspan's own source, over and over."""
     paths = sorted(Path(ringspan.__file__).parent.rglob("*.py"))
-    source = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    source = torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
     return source.repeat(-(-length // len(source)))[:length].long()
 
 
 def main(
-    budget: Annotated[float, typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together.")] = 16e9,
+    budget: Annotated[
+        float,
+        typer.Option(min=1, max=1e18, help="Bytes of memory for all ranks together."),
+    ] = 16e9,
     ranks: Ranks = 2,
-    options: Annotated[str, typer.Option(help="on or off: everything that keeps activations small.")] = "on",
+    options: Annotated[
+        str, typer.Option(help="on or off: everything that keeps activations small.")
+    ] = "on",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 12,
-    hidden_size: Annotated[int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")] = 768,
+    hidden_size: Annotated[
+        int, typer.Option(min=12, help="Its hidden size; a multiple of 24.")
+    ] = 768,
     vocabulary: Annotated[int, typer.Option(min=256, help="Its vocabulary.")] = 32000,
     dtype: Dtype = "float32",
     layout: LayoutOption = "zigzag",
-    trials: Annotated[int, typer.Option(min=1, help="Steps to try at most; time grows as their lengths squared.")] = 8,
+    trials: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Steps to try at most; time grows as their lengths squared."
+        ),
+    ] = 8,
     start: Annotated[int, typer.Option(min=1, help="Length to try first.")] = 1024,
-    max_length: Annotated[int, typer.Option(min=1024, help="Longest sequence to try.")] = 1 << 24,
+    max_length: Annotated[
+        int, typer.Option(min=1024, help="Longest sequence to try.")
+    ] = 1 << 24,
     rows_in: Annotated[
         int,
-        typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
+        typer.Option(
+            min=1,
+            help="Compute one row in so many of attention (CPU): a step's memory without its time.",
+        ),
     ] = 1,
-    folds: Annotated[int, typer.Option(min=1, help="Parts of a sequence that are computed one after the other.")] = 1,
+    folds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Parts of a sequence that are computed one after the other."
+        ),
+    ] = 1,
 ) -> None:
     """Search, and print the result as one JSON object."""
     check_dtype(dtype)
     if options not in OPTIONS:
         raise ConfigError(f"--options {options!r}: choose one of {', '.join(OPTIONS)}")
     if hidden_size % 24:
-        raise ConfigError(f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)")
+        raise ConfigError(
+            f"--hidden-size {hidden_size}: is no multiple of 24 (twelve heads of an even size)"
+        )
     case = ContextCase(
         ranks=ranks,
         budget_bytes=int(budget),

@@ -48,7 +48,9 @@ GIGABITS: Final = (0.5, 2.0)
 def documents() -> list[int]:
     """200 lognormal lengths that add up to 65,536."""
     lengths = np.random.default_rng(0).lognormal(0, 1, DOCUMENTS)
-    edges = np.round(np.concatenate(([0], lengths.cumsum())) / lengths.sum() * LENGTH).astype(int)
+    edges = np.round(
+        np.concatenate(([0], lengths.cumsum())) / lengths.sum() * LENGTH
+    ).astype(int)
     return np.diff(edges).tolist()
 
 
@@ -57,22 +59,41 @@ class Packed:
 
     def __init__(self, name: BatchLayoutName, ranks: int, route: str) -> None:
         lengths = documents()
-        self.layout, self.mask, self.route = batch_layout(name, LENGTH, ranks, lengths), rs.documents(lengths), route
+        self.layout, self.mask, self.route = (
+            batch_layout(name, LENGTH, ranks, lengths),
+            rs.documents(lengths),
+            route,
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = 1, self.layout.tokens_per_rank, HEADS, HEAD_DIM  # as a model's projections make them
-        *self.inputs, self.dout = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(4))
-        self.pairs = [make_schedule(self.layout, self.mask, rank).num_pairs for rank in range(ranks)]
+        # as a model's projections make them
+        shape = (
+            1,
+            self.layout.tokens_per_rank,
+            HEADS,
+            HEAD_DIM,
+        )
+        *self.inputs, self.dout = (
+            torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(4)
+        )
+        self.pairs = [
+            make_schedule(self.layout, self.mask, rank).num_pairs
+            for rank in range(ranks)
+        ]
 
     def __call__(self) -> None:
         inputs = [x.requires_grad_() for x in self.inputs]
-        out = rs.ring_attention(*inputs, mask=self.mask, layout=self.layout, route=self.route)
+        out = rs.ring_attention(
+            *inputs, mask=self.mask, layout=self.layout, route=self.route
+        )
         torch.autograd.grad(out, inputs, self.dout)
 
 
 def one_after_the_other(inputs: list[list[Tensor]], douts: list[Tensor]) -> None:
     """Each document by itself, with PyTorch's attention."""
     for some, dout in zip(inputs, douts, strict=True):
-        torch.autograd.grad(scaled_dot_product_attention(*some, is_causal=True), some, dout)
+        torch.autograd.grad(
+            scaled_dot_product_attention(*some, is_causal=True), some, dout
+        )
 
 
 def on_two_ranks(repeats: int) -> dict[str, Any]:
@@ -81,7 +102,9 @@ def on_two_ranks(repeats: int) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     whole = [torch.randn(1, LENGTH, HEADS, HEAD_DIM).transpose(1, 2) for _ in range(4)]
     parts = [[part.detach() for part in x.split(documents(), 2)] for x in whole]
-    inputs = [[x.requires_grad_() for x in some] for some in zip(*parts[:3], strict=True)]
+    inputs = [
+        [x.requires_grad_() for x in some] for some in zip(*parts[:3], strict=True)
+    ]
     alone = partial(one_after_the_other, inputs, parts[3]) if is_first else None
     seconds: dict[str, list[float]] = {}
     for repeat in range(repeats + 1):
@@ -92,9 +115,15 @@ def on_two_ranks(repeats: int) -> dict[str, Any]:
     return {
         "seconds": {name: median(each) for name, each in seconds.items()},
         "ratios": {
-            name: median(a / b for a, b in zip(seconds[name], seconds["one process"], strict=True)) for name in cases
+            name: median(
+                a / b
+                for a, b in zip(seconds[name], seconds["one process"], strict=True)
+            )
+            for name in cases
         },
-        "most_work_over_mean": {name: max(case.pairs) * 2 / sum(case.pairs) for name, case in cases.items()},
+        "most_work_over_mean": {
+            name: max(case.pairs) * 2 / sum(case.pairs) for name, case in cases.items()
+        },
     }
 
 
@@ -102,27 +131,44 @@ def _answer(question: dict[str, Any], alone: Any) -> list[dict[str, Any]]:
     """Runs on each of four ranks with a link of its own."""
     rows = []
     cases: dict[str, Callable[[], None]] = {
-        f"{name} {route}": Packed(name, RANKS, route) for name in LAYOUTS for route in ("ring", "all-gather")
+        f"{name} {route}": Packed(name, RANKS, route)
+        for name in LAYOUTS
+        for route in ("ring", "all-gather")
     }
     for gigabits in question["gigabits"]:
         rate = f"rate {round(gigabits * 1e9)}bit burst 32kb latency 50ms"
         run(*[path("tc"), *f"qdisc replace dev {LINK} root tbf {rate}".split()])
         found = timed_in_turns(cases, question["repeats"], threads=1)
         seconds = {name: median(each) for name, each in found.items()}
-        fastest = {name: min(seconds[f"{name} ring"], seconds[f"{name} all-gather"]) for name in LAYOUTS}
+        fastest = {
+            name: min(seconds[f"{name} ring"], seconds[f"{name} all-gather"])
+            for name in LAYOUTS
+        }
         rows.append(
-            {"gigabits": gigabits, "seconds": seconds, "zigzag_over_balanced": fastest["zigzag"] / fastest["balanced"]}
+            {
+                "gigabits": gigabits,
+                "seconds": seconds,
+                "zigzag_over_balanced": fastest["zigzag"] / fastest["balanced"],
+            }
         )
     return rows
 
 
 def main() -> None:
     """Measure, print and keep the result."""
-    parser = argparse.ArgumentParser(description="Time packed documents on a balanced layout, on zigzag and alone.")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats; the medians are reported")
+    parser = argparse.ArgumentParser(
+        description="Time packed documents on a balanced layout, on zigzag and alone."
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="interleaved repeats; the medians are reported",
+    )
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended then too
+    # so that the ranks are ended then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     two, *_ = launch(on_two_ranks, 2, options.repeats, threads=1)
     for name in LAYOUTS:
         print(
@@ -137,11 +183,21 @@ def main() -> None:
         with bridged("benchmarks.documents", RANKS) as ranks:
             rows = ask(ranks, {"gigabits": GIGABITS, "repeats": options.repeats})
     for row in rows:
-        times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["seconds"].items())
-        print(f"4 ranks, {row['gigabits']:g} Gbit/s: {times}; zigzag over balanced {row['zigzag_over_balanced']:.2f}")
+        times = ", ".join(
+            f"{name} {seconds:.2f} s" for name, seconds in row["seconds"].items()
+        )
+        print(
+            f"4 ranks, {row['gigabits']:g} Gbit/s: {times}; zigzag over balanced {row['zigzag_over_balanced']:.2f}"
+        )
     command = shlex.join(["python", "-m", "benchmarks.documents", *sys.argv[1:]])
-    result = {"two_ranks": two, "four_ranks_on_links": rows, "machine": describe_machine()}
-    options.output.write_text(json.dumps([{"command": command, "result": result}], indent=1) + "\n")
+    result = {
+        "two_ranks": two,
+        "four_ranks_on_links": rows,
+        "machine": describe_machine(),
+    }
+    options.output.write_text(
+        json.dumps([{"command": command, "result": result}], indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ from ringspan.report.profile_page import COLOURS
 
 RESULT: Final = Path(__file__).parent / "results" / "fine-tuning-trace.json"
 DOCS: Final = Path(__file__).parents[1] / "docs"
-STAGES_PICTURE, LENGTHS_PICTURE = DOCS / "fine-tuning-stages.svg", DOCS / "fine-tuning-lengths.svg"
+STAGES_PICTURE, LENGTHS_PICTURE = (
+    DOCS / "fine-tuning-stages.svg",
+    DOCS / "fine-tuning-lengths.svg",
+)
 MODEL: Final = "llama-3.1-8b"
 K: Final = 1024
 GB: Final = 1e9
@@ -38,7 +41,9 @@ STAGES: Final = {
     "8K a device, four devices": replace(_FOUR, length=32 * K),
     "8K on a ring of four": replace(_FOUR, length=8 * K),
     "8K, ring, attention kept": replace(_FOUR, length=8 * K, checkpoint="attention"),
-    "118K, ring, attention kept": replace(_FOUR, length=118 * K, checkpoint="attention"),
+    "118K, ring, attention kept": replace(
+        _FOUR, length=118 * K, checkpoint="attention"
+    ),
     "512K, ring, inputs kept": replace(_FOUR, length=512 * K, checkpoint="full"),
     "512K, attention kept, one input of 4": replace(
         _FOUR, length=512 * K, checkpoint="attention", layers_per_checkpoint=4
@@ -72,7 +77,11 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """All traces; a result file that is there is filled up, and no setting is traced twice."""
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"model": MODEL, "stages": {}, "curves": {}}
+    result = (
+        json.loads(RESULT.read_text())
+        if RESULT.exists()
+        else {"model": MODEL, "stages": {}, "curves": {}}
+    )
     peaks: dict[str, int] = {}
     for name, setting in STAGES.items():
         known = result["stages"].get(name)
@@ -85,14 +94,20 @@ def run() -> dict[str, Any]:
         for length in lengths:
             setting = replace(_FOUR, length=factor * length * K, checkpoint=checkpoint)
             known = curve.get(str(length)) or peaks.get(repr(setting))
-            curve[str(length)] = peaks[repr(setting)] = known or _told(f"{name}, {length}K", setting)["peak_bytes"]
+            curve[str(length)] = peaks[repr(setting)] = (
+                known or _told(f"{name}, {length}K", setting)["peak_bytes"]
+            )
             _keep(result)
     return result
 
 
 def _told(name: str, setting: Setting) -> dict[str, Any]:
     result = measure(setting)
-    print(f"{name}: {result['peak_bytes'] / GB:.1f} GB, {result['trace_seconds']} s", file=sys.stderr, flush=True)
+    print(
+        f"{name}: {result['peak_bytes'] / GB:.1f} GB, {result['trace_seconds']} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return result
 
 
@@ -102,7 +117,9 @@ def _keep(result: dict[str, Any]) -> None:
 
 def draw(result: dict[str, Any]) -> None:
     """Both pictures, the same bytes for the same result."""
-    matplotlib.rcParams.update({"svg.hashsalt": "ringspan", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "ringspan", "svg.fonttype": "none", "font.size": 9}
+    )
     _draw_stages(result["stages"], STAGES_PICTURE)
     _draw_lengths(result["curves"], LENGTHS_PICTURE)
 
@@ -110,22 +127,39 @@ def draw(result: dict[str, Any]) -> None:
 def _draw_stages(stages: dict[str, Any], path: Path) -> None:
     """One panel of stacked areas a stage, all to one scale, operators of a step from left to right."""
     columns = 4
-    figure, panels = pyplot.subplots(-(-len(stages) // columns), columns, figsize=(12, 6), sharey=True)
+    figure, panels = pyplot.subplots(
+        -(-len(stages) // columns), columns, figsize=(12, 6), sharey=True
+    )
     for panel in panels.flat[len(stages) :]:
         panel.axis("off")
     for panel, (name, stage) in zip(panels.flat, stages.items(), strict=False):
         points = stage["timeline"]
         first, last = points[0]["operator"], points[-1]["operator"]
         shares = [(point["operator"] - first) / (last - first) for point in points]
-        areas = [[point["bytes"][category] / GB for point in points] for category in COLOURS]
-        panel.stackplot(shares, areas, colors=list(COLOURS.values()), labels=list(COLOURS), linewidth=0)
+        areas = [
+            [point["bytes"][category] / GB for point in points] for category in COLOURS
+        ]
+        panel.stackplot(
+            shares,
+            areas,
+            colors=list(COLOURS.values()),
+            labels=list(COLOURS),
+            linewidth=0,
+        )
         panel.axhline(DEVICE_GB, color="#D00000", linewidth=0.8, linestyle="--")
-        panel.set_title(f"{name}\n{stage['peak_bytes'] / GB:.1f} GB in {stage['phase']}", fontsize=9)
+        panel.set_title(
+            f"{name}\n{stage['peak_bytes'] / GB:.1f} GB in {stage['phase']}", fontsize=9
+        )
         panel.set_xticks([])
         panel.set_xlim(0, 1)
     for row in panels:
         row[0].set_ylabel("GB")
-    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(COLOURS), frameon=False)
+    figure.legend(
+        *panels.flat[0].get_legend_handles_labels(),
+        loc="lower center",
+        ncols=len(COLOURS),
+        frameon=False,
+    )
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -136,12 +170,26 @@ def _draw_lengths(curves: dict[str, dict[str, int]], path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(7, 4))
     for (name, points), marker in zip(curves.items(), "osD^", strict=True):
         lengths = sorted(map(int, points))
-        panel.plot(lengths, [points[str(length)] / GB for length in lengths], marker=marker, markersize=4, label=name)
-    panel.axhline(DEVICE_GB, color="#D00000", linewidth=0.8, linestyle="--", label=f"{DEVICE_GB} GB")
+        panel.plot(
+            lengths,
+            [points[str(length)] / GB for length in lengths],
+            marker=marker,
+            markersize=4,
+            label=name,
+        )
+    panel.axhline(
+        DEVICE_GB,
+        color="#D00000",
+        linewidth=0.8,
+        linestyle="--",
+        label=f"{DEVICE_GB} GB",
+    )
     panel.set_xscale("log", base=2)
     ticks = [1, 4, 16, 64, 256]
     panel.set_xticks(ticks, [f"{tick}K" for tick in ticks])
-    panel.set(xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 110))
+    panel.set(
+        xlabel="tokens of a sequence", ylabel="peak of a device, GB", ylim=(0, 110)
+    )
     panel.legend(frameon=False, loc="upper left", ncols=3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -54,7 +54,11 @@ class _Reader:
         self.cache: Any = None
 
     def read(self) -> None:
-        self.cache = self._model.new_cache() if hasattr(self._model, "new_cache") else DynamicCache()
+        self.cache = (
+            self._model.new_cache()
+            if hasattr(self._model, "new_cache")
+            else DynamicCache()
+        )
         self.text = self._write(self._ids, 1)
 
     def write(self) -> None:
@@ -62,7 +66,11 @@ class _Reader:
 
     def _write(self, ids: Tensor, count: int) -> Tensor:
         return self._model.generate(
-            ids, past_key_values=self.cache, max_new_tokens=count, min_new_tokens=count, do_sample=False
+            ids,
+            past_key_values=self.cache,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
         )
 
 
@@ -77,26 +85,51 @@ def _llama(case: StepCase) -> Any:
 
 def _measure(case: GenerateCase) -> dict[str, Any]:
     rank, device = dist.get_rank(), local_device()
-    shape = StepCase(ranks=case.ranks, length=case.length + 2 * case.new_tokens, dtype=case.dtype)
-    ids = torch.randint(1, shape.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0)).to(device)
+    shape = StepCase(
+        ranks=case.ranks, length=case.length + 2 * case.new_tokens, dtype=case.dtype
+    )
+    ids = torch.randint(
+        1,
+        shape.vocabulary,
+        (1, case.length),
+        generator=torch.Generator().manual_seed(0),
+    ).to(device)
 
-    on_ring = _Reader(parallelize(_llama(shape), init_mesh(ring=case.ranks)), ids, case.new_tokens)
+    on_ring = _Reader(
+        parallelize(_llama(shape), init_mesh(ring=case.ranks)), ids, case.new_tokens
+    )
     on_one = _Reader(_llama(shape), ids, case.new_tokens) if rank == 0 else None
-    seconds: dict[str, list[float]] = {name: [] for name in ("ring read", "ring write", "one read", "one write")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("ring read", "ring write", "one read", "one write")
+    }
     for repeat in range(case.repeats + 1):
         for who, which, threads in (("ring", on_ring, 1), ("one", on_one, case.ranks)):
             for what in ("read", "write"):
-                took = timed(None if which is None else getattr(which, what), threads=threads)
+                took = timed(
+                    None if which is None else getattr(which, what), threads=threads
+                )
                 if repeat:  # the first round warms up
                     seconds[f"{who} {what}"].append(took)
     same = on_one is not None and torch.equal(on_one.text, on_ring.text)
     of_cache = on_ring.cache.nbytes
-    whole = 0 if on_one is None else sum(layer.keys.nbytes + layer.values.nbytes for layer in on_one.cache.layers)
+    whole = (
+        0
+        if on_one is None
+        else sum(
+            layer.keys.nbytes + layer.values.nbytes for layer in on_one.cache.layers
+        )
+    )
     on_ring.cache, on_one = None, None
     peak = allocated_bytes(on_ring.read)
     return {
-        "ratio_prefill": median(a / b for a, b in zip(seconds["ring read"], seconds["one read"], strict=True)),
-        "ratio_token": median(a / b for a, b in zip(seconds["ring write"], seconds["one write"], strict=True)),
+        "ratio_prefill": median(
+            a / b
+            for a, b in zip(seconds["ring read"], seconds["one read"], strict=True)
+        ),
+        "ratio_token": median(
+            a / b
+            for a, b in zip(seconds["ring write"], seconds["one write"], strict=True)
+        ),
         "prefill_seconds": median(seconds["ring read"]),
         "baseline_prefill_seconds": median(seconds["one read"]),
         "seconds_per_token": median(seconds["ring write"]) / case.new_tokens,
@@ -111,13 +144,17 @@ def _measure(case: GenerateCase) -> dict[str, Any]:
 def main(
     ranks: Ranks = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32768,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after it.")] = 32,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to write after it.")
+    ] = 32,
     dtype: Dtype = "float32",
     repeats: Repeats = 3,
 ) -> None:
     """Measure, and print the result as one JSON object."""
     check_dtype(dtype)
-    case = GenerateCase(ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats)
+    case = GenerateCase(
+        ranks=ranks, length=length, new_tokens=new_tokens, dtype=dtype, repeats=repeats
+    )
     print(json.dumps(run(case)))
 
 

@@ -84,14 +84,29 @@ def row() -> dict[str, Any]:
         least_of, launches, hops = passes(1, 1), passes(1, MANY - 1), passes(MANY, 1)
     found = {}
     for kind, once in least_of.items():
-        launch, hop = (launches[kind] - once) / (MANY - 2), (hops[kind] - once) / (MANY - 1)
-        found[kind] = {"entry": once - launch, "launch": launch, "hop without work": hop}
-    return {kind: {name: round(number, 1) for name, number in each.items()} for kind, each in found.items()}
+        launch, hop = (
+            (launches[kind] - once) / (MANY - 2),
+            (hops[kind] - once) / (MANY - 1),
+        )
+        found[kind] = {
+            "entry": once - launch,
+            "launch": launch,
+            "hop without work": hop,
+        }
+    return {
+        kind: {name: round(number, 1) for name, number in each.items()}
+        for kind, each in found.items()
+    }
 
 
 if __name__ == "__main__":
     rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     rows[sys.argv[1] if len(sys.argv) > 1 else "this version"] = row()
-    facts = {"command": "OMP_NUM_THREADS=1 python -m benchmarks.host", "machine": describe_machine()}
-    RESULT.write_text(json.dumps(facts | {"unit": "microseconds", "rows": rows}, indent=2) + "\n")
+    facts = {
+        "command": "OMP_NUM_THREADS=1 python -m benchmarks.host",
+        "machine": describe_machine(),
+    }
+    RESULT.write_text(
+        json.dumps(facts | {"unit": "microseconds", "rows": rows}, indent=2) + "\n"
+    )
     print(json.dumps(rows, indent=2))

@@ -25,7 +25,17 @@ from ringspan.report.evaluation import curves
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "in-context-rl-cpu.json"
 DOCS: Final = ROOT / "docs"
-STUDENT: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+STUDENT: Final = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}
 """Quantiles of 97.5% by the number of seeds."""
 NAMES: Final = {"bc": "behaviour cloning, 1", "1": "decision transformer, 1"}
 
@@ -33,12 +43,19 @@ NAMES: Final = {"bc": "behaviour cloning, 1", "1": "decision transformer, 1"}
 def interval(values: np.ndarray) -> float | None:
     """Half of what 95% of such seeds' means (seeds,) lie in."""
     seeds = len(values)
-    return None if seeds < 2 else round(float(STUDENT[seeds] * values.std(ddof=1) / seeds**0.5), 2)
+    return (
+        None
+        if seeds < 2
+        else round(float(STUDENT[seeds] * values.std(ddof=1) / seeds**0.5), 2)
+    )
 
 
 def by_kind(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Behaviour cloning, then by trajectories."""
-    kinds = sorted({row["kind"] for row in rows}, key=lambda kind: (kind != "bc", kind != "bc" and int(kind)))
+    kinds = sorted(
+        {row["kind"] for row in rows},
+        key=lambda kind: (kind != "bc", kind != "bc" and int(kind)),
+    )
     return {kind: [row for row in rows if row["kind"] == kind] for kind in kinds}
 
 
@@ -47,9 +64,14 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made, before = [], {}
     for kind, own in by_kind(rows).items():
         returns = np.array([row["returns"] for row in own])
-        ends = {"last": returns[:, -1], "quarter": returns[:, -max(1, returns.shape[1] // 4) :].mean(1)}
+        ends = {
+            "last": returns[:, -1],
+            "quarter": returns[:, -max(1, returns.shape[1] // 4) :].mean(1),
+        }
         by_seed = dict(zip((row["seed"] for row in own), ends["quarter"], strict=True))
-        gains = np.array([by_seed[seed] - before[seed] for seed in by_seed if seed in before])
+        gains = np.array(
+            [by_seed[seed] - before[seed] for seed in by_seed if seed in before]
+        )
         before = by_seed
         made.append(
             {
@@ -59,7 +81,10 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "ranks": own[0]["ranks"],
                 "seeds": len(own),
                 "first_return": round(float(returns[:, 0].mean()), 2),
-                **{f"{name}_return": round(float(end.mean()), 2) for name, end in ends.items()},
+                **{
+                    f"{name}_return": round(float(end.mean()), 2)
+                    for name, end in ends.items()
+                },
                 **{f"{name}_interval": interval(end) for name, end in ends.items()},
                 "gain": round(float(gains.mean()), 2) if len(gains) else None,
                 "gain_interval": interval(gains),
@@ -83,8 +108,20 @@ def attempt_by_attempt(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         returns = every[:, group].mean(1)
         mean, half = float(returns.mean()), interval(returns)
         # That of two seeds is so wide that nothing else could be seen.
-        low, high = (None, None) if half is None or len(rows) < 3 else (mean - half, mean + half)
-        points.append({"length": group.stop, "return": mean, "low": low, "high": high, "items": len(rows)})
+        low, high = (
+            (None, None)
+            if half is None or len(rows) < 3
+            else (mean - half, mean + half)
+        )
+        points.append(
+            {
+                "length": group.stop,
+                "return": mean,
+                "low": low,
+                "high": high,
+                "items": len(rows),
+            }
+        )
     return {"model": NAMES.get(kind, f"{kind} trajectories in context"), "rows": points}
 
 
@@ -96,9 +133,15 @@ def main(files: list[Path]) -> None:
         world, rows = found["options"]["world"], found["rows"]
         worlds[world] = {**found, "table": table(rows)}
         drawn = [attempt_by_attempt(kind, own) for kind, own in by_kind(rows).items()]
-        picture = curves(drawn, "return", "attempt in a context", "return", unit="attempts")
+        picture = curves(
+            drawn, "return", "attempt in a context", "return", unit="attempts"
+        )
         (DOCS / f"in-context-rl-{world}.svg").write_text(svg(picture), encoding="utf-8")
-    facts = {"command": "python -m benchmarks.in_context_rl", "machine": describe_machine(), "worlds": worlds}
+    facts = {
+        "command": "python -m benchmarks.in_context_rl",
+        "machine": describe_machine(),
+        "worlds": worlds,
+    }
     RESULT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,10 @@ from ringspan.measure.machine import describe_machine
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "in-context-rl-memory-cpu.json"
-TRIED: Final = {"grid": ((1, 64), (1, 128), (2, 128), (2, 256)), "point": ((1, 128), (2, 128))}
+TRIED: Final = {
+    "grid": ((1, 64), (1, 128), (2, 128), (2, 256)),
+    "point": ((1, 128), (2, 128)),
+}
 """Processes, and trajectories in context."""
 OPTIONS: Final = {"grid": {"steps": 3}, "point": {"steps": 200, "heads": 2}}
 STEPS: Final = {"grid": 16, "point": 8}
@@ -31,20 +34,45 @@ def tried(world: str, ranks: int, trajectories: int, megabytes: int) -> dict[str
     tokens = STEPS[world] * trajectories
     with tempfile.TemporaryDirectory() as folder:
         options = {
-            "world": world, "trajectories": trajectories, "collected": trajectories, "tasks": 8, "seeds": 1,
-            "tokens": tokens, "evaluated": 1, "attempts": 1, "memory-mb": megabytes,
-            "output": folder, "result": f"{folder}/result.json", **OPTIONS[world],
-        }  # fmt: skip
-        script = ["examples/in_context_rl/compare.py", *(f"--{name}={value}" for name, value in options.items())]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        ended = subprocess.run([*launcher, *script], cwd=ROOT, capture_output=True, text=True, check=False)
-    said = next((line for line in ended.stderr.splitlines() if "takes more than" in line), "")
+            "world": world,
+            "trajectories": trajectories,
+            "collected": trajectories,
+            "tasks": 8,
+            "seeds": 1,
+            "tokens": tokens,
+            "evaluated": 1,
+            "attempts": 1,
+            "memory-mb": megabytes,
+            "output": folder,
+            "result": f"{folder}/result.json",
+            **OPTIONS[world],
+        }
+        script = [
+            "examples/in_context_rl/compare.py",
+            *(f"--{name}={value}" for name, value in options.items()),
+        ]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        ended = subprocess.run(
+            [*launcher, *script], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    said = next(
+        (line for line in ended.stderr.splitlines() if "takes more than" in line), ""
+    )
     if ended.returncode and not said:
         raise RuntimeError(ended.stderr)
     return {
-        "ranks": ranks, "trajectories": trajectories, "tokens": tokens, "trained": not ended.returncode,
+        "ranks": ranks,
+        "trajectories": trajectories,
+        "tokens": tokens,
+        "trained": not ended.returncode,
         "said": said,
-    }  # fmt: skip
+    }
 
 
 def main(world: str, megabytes: int) -> None:
@@ -53,7 +81,11 @@ def main(world: str, megabytes: int) -> None:
     for ranks, trajectories in TRIED[world]:
         rows.append(tried(world, ranks, trajectories, megabytes))
         print(rows[-1], flush=True)
-    worlds = json.loads(RESULT.read_text(encoding="utf-8"))["worlds"] if RESULT.is_file() else {}
+    worlds = (
+        json.loads(RESULT.read_text(encoding="utf-8"))["worlds"]
+        if RESULT.is_file()
+        else {}
+    )
     worlds[world] = {
         "command": f"python -m benchmarks.in_context_rl_memory {world} {megabytes}",
         "machine": describe_machine(),

@@ -31,16 +31,29 @@ def row(lengths: list[int], ranks: int) -> dict[str, Any]:
         rs.balanced(mask, length=sum(lengths), ranks=ranks)
         seconds.append(process_time() - began)
     warm = seconds[1:]
-    times = {"best_seconds": round(min(warm), 4), "median_seconds": round(median(warm), 4)}
-    return {"documents": len(lengths), "length_tokens": sum(lengths), "ranks": ranks, "repeats": REPEATS} | times
+    times = {
+        "best_seconds": round(min(warm), 4),
+        "median_seconds": round(median(warm), 4),
+    }
+    return {
+        "documents": len(lengths),
+        "length_tokens": sum(lengths),
+        "ranks": ranks,
+        "repeats": REPEATS,
+    } | times
 
 
 def main() -> None:
     """Measure and write."""
     lengths = lognormal(64_000_000)[:DOCUMENTS]
     rows = [row(lengths, ranks) for ranks in RANKS]
-    facts = {"command": "OMP_NUM_THREADS=1 python -m benchmarks.layout_solver", "machine": describe_machine()}
-    RESULT.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    facts = {
+        "command": "OMP_NUM_THREADS=1 python -m benchmarks.layout_solver",
+        "machine": describe_machine(),
+    }
+    RESULT.write_text(
+        json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
     print(json.dumps(rows))
 
 

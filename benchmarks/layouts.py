@@ -45,7 +45,9 @@ def lognormal(total: int) -> list[int]:
 def drawn(total: int, seed: int, sigma: float) -> list[int]:
     """Lognormal lengths around 2,048 tokens."""
     numbers = np.random.default_rng(seed)
-    return _filled(total, iter(lambda: int(numbers.lognormal(np.log(2048), sigma)), None))
+    return _filled(
+        total, iter(lambda: int(numbers.lognormal(np.log(2048), sigma)), None)
+    )
 
 
 def code(total: int) -> list[int]:
@@ -100,7 +102,9 @@ def zigzag_per_document(documents: list[int], ranks: int) -> Layout:
     parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     start = 0
     for length in documents:
-        edges = [start + length * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
+        edges = [
+            start + length * piece // (2 * ranks) for piece in range(2 * ranks + 1)
+        ]
         for piece, (first, last) in enumerate(pairwise(edges)):
             if last > first:
                 parts[min(piece, 2 * ranks - 1 - piece)].append((first, last - first))
@@ -109,11 +113,15 @@ def zigzag_per_document(documents: list[int], ranks: int) -> Layout:
 
 
 LAYOUTS: Final[dict[str, Callable[[list[int], int], Layout]]] = {
-    "balanced": lambda documents, ranks: rs.balanced(rs.documents(documents), length=sum(documents), ranks=ranks),
+    "balanced": lambda documents, ranks: rs.balanced(
+        rs.documents(documents), length=sum(documents), ranks=ranks
+    ),
     "zigzag": lambda documents, ranks: rs.Layout("zigzag", sum(documents), ranks),
     "zigzag per document": zigzag_per_document,
     "striped": lambda documents, ranks: rs.Layout("striped", sum(documents), ranks),
-    "contiguous": lambda documents, ranks: rs.Layout("contiguous", sum(documents), ranks),
+    "contiguous": lambda documents, ranks: rs.Layout(
+        "contiguous", sum(documents), ranks
+    ),
     "chunks": chunks,
 }
 
@@ -131,15 +139,23 @@ def counted(layout: Layout, documents: list[int]) -> tuple[float, int]:
         if span.start < total
     )
     work, sent = np.zeros(layout.ranks), 0
-    stops = np.searchsorted(cut.starts, [stop - 1 for _, stop, _ in held], side="right") - 1
+    stops = (
+        np.searchsorted(cut.starts, [stop - 1 for _, stop, _ in held], side="right") - 1
+    )
     edges = np.array([[start, stop] for start, stop, _ in held])
     pairs = np.concatenate(
-        [pairs_before(cut.regions, some[..., None]).sum(-1) for some in np.array_split(edges, -(-len(edges) // 500))]
+        [
+            pairs_before(cut.regions, some[..., None]).sum(-1)
+            for some in np.array_split(edges, -(-len(edges) // 500))
+        ]
     )
-    for (start, stop, rank), last, counts in zip(held, stops.tolist(), pairs, strict=True):
+    for (start, stop, rank), last, counts in zip(
+        held, stops.tolist(), pairs, strict=True
+    ):
         work[rank] += int(counts[1] - counts[0])
+        # the last document goes on: whoever has more of it needs these keys
         end, first = int(cut.stops[last]), max(start, int(cut.starts[last]))
-        if end > stop:  # the last document goes on: whoever has more of it needs these keys
+        if end > stop:
             later = bisect_left(held, (stop, 0, 0))
             others: set[int] = set()
             while later < len(held) and held[later][0] < end:
@@ -153,7 +169,9 @@ def _counted_by_token(ranks: int, documents: list[int]) -> tuple[float, int]:
     """``counted`` of a striped layout, whose every token is a run: the next ones are those of all other ranks."""
     seen = np.concatenate([np.arange(1, length + 1) for length in documents])
     work = np.bincount(np.arange(len(seen)) % ranks, weights=seen, minlength=ranks)
-    sent = sum(int(np.minimum(ranks - 1, np.arange(length)).sum()) for length in documents)
+    sent = sum(
+        int(np.minimum(ranks - 1, np.arange(length)).sum()) for length in documents
+    )
     return float(work.max() / work.mean()), sent
 
 
@@ -162,7 +180,9 @@ def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
     blocks were passed on through every rank until nobody needs them.
     """
     ring, straight = (
-        find_paths(layout, layout, rs.documents(documents), Route.parse(name, layout.ranks))
+        find_paths(
+            layout, layout, rs.documents(documents), Route.parse(name, layout.ranks)
+        )
         for name in ("ring", "all-gather")
     )
     needed = _hulls(straight)[1:]  # by the rank that is so many steps behind the owner
@@ -171,7 +191,9 @@ def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
     on = np.minimum.accumulate(needed[::-1])[::-1], np.minimum.accumulate(needed)
     passed = min(on, key=lambda each: int(_tokens(each).sum()))
     arrives = ring.tokens(ring.carried)[1:]
-    is_needed_on_ring = is_needed if ring.itinerary.visitor[1, 0] == 1 else is_needed[::-1]
+    is_needed_on_ring = (
+        is_needed if ring.itinerary.visitor[1, 0] == 1 else is_needed[::-1]
+    )
     return {
         "ring": _counted(arrives, is_needed_on_ring),
         "passed_on": _counted(_tokens(passed), is_needed),
@@ -183,7 +205,11 @@ def _hulls(paths: Paths) -> IntArray:
     hop, owner = np.nonzero(paths.place >= 0)
     row = np.arange(paths.first[-1])
     place = np.searchsorted(paths.first, row, "right") - 1
-    hulls = np.full((*paths.place.shape, int(np.diff(paths.first).max(initial=1)), 2), paths.nothing, np.int64)
+    hulls = np.full(
+        (*paths.place.shape, int(np.diff(paths.first).max(initial=1)), 2),
+        paths.nothing,
+        np.int64,
+    )
     hulls[hop[place], owner[place], row - paths.first[place]] = paths.carried[:, row].T
     return hulls
 
@@ -195,7 +221,11 @@ def _tokens(hulls: IntArray) -> IntArray:
 
 def _counted(tokens: IntArray, is_needed: NDArray[np.bool_]) -> dict[str, int]:
     unused = (tokens > 0) & ~is_needed
-    return {"received": int((tokens > 0).sum()), "unused": int(unused.sum()), "tokens": int(tokens.sum())}
+    return {
+        "received": int((tokens > 0).sum()),
+        "unused": int(unused.sum()),
+        "tokens": int(tokens.sum()),
+    }
 
 
 def rows() -> Iterator[dict[str, object]]:
@@ -214,7 +244,11 @@ def rows() -> Iterator[dict[str, object]]:
                         "layout": name,
                         "most_work_over_mean": round(balance, 4),
                         "sent_tokens": sent,
-                    } | (carried(layout, documents) if name in ("balanced", "zigzag") else {})
+                    } | (
+                        carried(layout, documents)
+                        if name in ("balanced", "zigzag")
+                        else {}
+                    )
                 yield {
                     "documents": distribution.__name__,
                     "num_documents": len(documents),
@@ -228,7 +262,10 @@ def rows() -> Iterator[dict[str, object]]:
 
 def main() -> None:
     found = list(rows())
-    RESULT.write_text(json.dumps({"command": "python -m benchmarks.layouts", "rows": found}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"command": "python -m benchmarks.layouts", "rows": found}, indent=1)
+        + "\n"
+    )
     if "--json" in sys.argv:
         print(json.dumps({"rows": found}))
         return

@@ -48,13 +48,20 @@ def generated(length: int, started: float) -> dict[str, Any]:
     model.config.use_cache = model.generation_config.use_cache = True
     model.generation_config.eos_token_id = None
     model = rs.parallelize(model.eval(), rs.init_mesh(ring=RANKS))
-    ids = torch.randint(1, case.vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        1, case.vocabulary, (1, length), generator=torch.Generator().manual_seed(0)
+    )
     cache, times = model.new_cache(), Times()
     ready, began = time.time() - started, time.perf_counter()
 
     def write() -> None:
         text = model.generate(
-            ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, streamer=times
+            ids,
+            past_key_values=cache,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=times,
         )
         assert text.shape[1] == length + NEW_TOKENS
 
@@ -83,7 +90,12 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
         facts = {
             "command": "python -m benchmarks.long_prompts",
-            "config": {"ranks": RANKS, "new_tokens": NEW_TOKENS, "layers": LAYERS, "dtype": "float32"},
+            "config": {
+                "ranks": RANKS,
+                "new_tokens": NEW_TOKENS,
+                "layers": LAYERS,
+                "dtype": "float32",
+            },
             "machine": describe_machine(),
             "rows": rows,
         }

@@ -37,7 +37,9 @@ SHAPES: Final = ((8, 8, 64), (8, 2, 64), (8, 8, 128), (8, 2, 128), (32, 8, 128))
 """Query heads, key/value heads and head sizes with which documents are measured."""
 
 
-def measure_window(length: int, window: int, heads: int, repeats: int) -> dict[str, float]:
+def measure_window(
+    length: int, window: int, heads: int, repeats: int
+) -> dict[str, float]:
     """Runs on each rank."""
     layout = rs.Layout("zigzag", length, RANKS)
     masks = {"causal": rs.causal(), "window": rs.sliding_window(window)}
@@ -45,11 +47,14 @@ def measure_window(length: int, window: int, heads: int, repeats: int) -> dict[s
     both = {name: partial(_both, layout, mask, tensors) for name, mask in masks.items()}
     seconds = timed_in_turns(both, repeats, threads=1)
     pairs = {
-        name: sum(make_schedule(layout, mask, rank).num_pairs for rank in range(RANKS)) for name, mask in masks.items()
+        name: sum(make_schedule(layout, mask, rank).num_pairs for rank in range(RANKS))
+        for name, mask in masks.items()
     }
     return {
         **{f"{name}_seconds": median(found) for name, found in seconds.items()},
-        "speedup": median(a / b for a, b in zip(seconds["causal"], seconds["window"], strict=True)),
+        "speedup": median(
+            a / b for a, b in zip(seconds["causal"], seconds["window"], strict=True)
+        ),
         "speedup_by_pairs": pairs["causal"] / pairs["window"],
     }
 
@@ -65,30 +70,47 @@ def measure_balance(length: int, heads: int, repeats: int) -> dict[str, list[flo
             waited, started = COUNTERS.exposed_seconds, time.perf_counter()
             _both(layout, rs.causal(), tensors)
             if repeat:
-                seconds[name].append(time.perf_counter() - started - (COUNTERS.exposed_seconds - waited))
+                seconds[name].append(
+                    time.perf_counter() - started - (COUNTERS.exposed_seconds - waited)
+                )
     return {name: median(found) for name, found in seconds.items()}
 
 
-def measure_documents(length: int, count: int, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+def measure_documents(
+    length: int, count: int, shape: tuple[int, int, int], repeats: int
+) -> dict[str, Any]:
     """Runs on each rank: many documents, cut at random, against one causal sequence with as many pairs.
 
     ``shape`` is query heads, key/value heads and head size.
     """
-    cuts = np.sort(np.random.default_rng(0).choice(np.arange(1, length), count - 1, replace=False))
+    cuts = np.sort(
+        np.random.default_rng(0).choice(np.arange(1, length), count - 1, replace=False)
+    )
     lengths = np.diff(np.concatenate(([0], cuts, [length])))
     pairs = int((lengths * (lengths + 1) // 2).sum())
     one = int((2 * pairs) ** 0.5)
     cases = {
-        "documents": (rs.Layout("zigzag", length, RANKS), rs.documents(lengths.tolist())),
+        "documents": (
+            rs.Layout("zigzag", length, RANKS),
+            rs.documents(lengths.tolist()),
+        ),
         "one": (rs.Layout("zigzag", one, RANKS), rs.causal()),
     }
-    both = {name: partial(_both, layout, mask, _tensors(layout, *shape)) for name, (layout, mask) in cases.items()}
+    both = {
+        name: partial(_both, layout, mask, _tensors(layout, *shape))
+        for name, (layout, mask) in cases.items()
+    }
     seconds = timed_in_turns(both, repeats, threads=1)
-    ratio = median(a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True))
+    ratio = median(
+        a / b for a, b in zip(seconds["documents"], seconds["one"], strict=True)
+    )
     sizes = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
     times = {f"{name}_seconds": median(found) for name, found in seconds.items()}
-    by_rank = [make_schedule(*cases["documents"], rank).num_pairs for rank in range(RANKS)]
-    busiest = max(by_rank) / mean(by_rank)  # random lengths fall unevenly on the ranks, and the slowest is waited for
+    by_rank = [
+        make_schedule(*cases["documents"], rank).num_pairs for rank in range(RANKS)
+    ]
+    # random lengths fall unevenly on the ranks, and the slowest is waited for
+    busiest = max(by_rank) / mean(by_rank)
     return {
         **sizes,
         **times,
@@ -102,25 +124,39 @@ def measure_documents(length: int, count: int, shape: tuple[int, int, int], repe
 def measure_kernel(heads: int) -> dict[str, float]:
     """Seconds a pair of one causal tile, forward and backward, over those of a tile of 6,144 rows; one thread."""
     sizes = (6144, 2048, 1024, 768, 512, 328, 192, 64)
-    tensors = {n: [torch.randn(1, heads, n, 64, requires_grad=True) for _ in range(4)] for n in sizes}
+    tensors = {
+        n: [torch.randn(1, heads, n, 64, requires_grad=True) for _ in range(4)]
+        for n in sizes
+    }
     found: dict[int, list[float]] = {n: [] for n in sizes}
     for repeat in range(6):
         for n, (q, k, v, dout) in tensors.items():
             times = max(1, 4_000_000 // n**2)
             started = time.perf_counter()
             for _ in range(times):
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True
+                )
                 torch.autograd.grad(out, (q, k, v), dout)
             if repeat:
-                found[n].append((time.perf_counter() - started) / times / (n * (n + 1) / 2))
+                found[n].append(
+                    (time.perf_counter() - started) / times / (n * (n + 1) / 2)
+                )
     return {str(n): median(found[n]) / median(found[sizes[0]]) for n in sizes}
 
 
-def _tensors(layout: rs.Layout, heads: int, kv_heads: int | None = None, head_dim: int = 64) -> list[torch.Tensor]:
+def _tensors(
+    layout: rs.Layout, heads: int, kv_heads: int | None = None, head_dim: int = 64
+) -> list[torch.Tensor]:
     """q, k, v and dout of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shapes = ((1, n, layout.tokens_per_rank, head_dim) for n in (heads, kv_heads or heads, kv_heads or heads, heads))
-    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    shapes = (
+        (1, n, layout.tokens_per_rank, head_dim)
+        for n in (heads, kv_heads or heads, kv_heads or heads, heads)
+    )
+    return [
+        torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes
+    ]
 
 
 def _both(layout: rs.Layout, mask: rs.Mask, tensors: list[torch.Tensor]) -> Any:
@@ -132,21 +168,49 @@ def _both(layout: rs.Layout, mask: rs.Mask, tensors: list[torch.Tensor]) -> Any:
 
 def main() -> None:
     """Measure, print and keep both."""
-    parser = argparse.ArgumentParser(description="A window against causal, and the balance of causal, on two ranks.")
-    parser.add_argument("--length", type=int, default=65536, help="tokens for the window")
+    parser = argparse.ArgumentParser(
+        description="A window against causal, and the balance of causal, on two ranks."
+    )
+    parser.add_argument(
+        "--length", type=int, default=65536, help="tokens for the window"
+    )
     parser.add_argument("--window", type=int, default=4096)
-    parser.add_argument("--balance-length", type=int, default=16384, help="tokens for the balance")
+    parser.add_argument(
+        "--balance-length", type=int, default=16384, help="tokens for the balance"
+    )
     parser.add_argument("--heads", type=int, default=2, help="heads of 64")
-    parser.add_argument("--documents", type=int, default=200, help="documents packed into --length tokens")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=200,
+        help="documents packed into --length tokens",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
-    window = launch(measure_window, RANKS, options.length, options.window, options.heads, options.repeats, threads=1)[0]
-    ranks = launch(measure_balance, RANKS, options.balance_length, options.heads, 2 * options.repeats + 1, threads=1)
+    window = launch(
+        measure_window,
+        RANKS,
+        options.length,
+        options.window,
+        options.heads,
+        options.repeats,
+        threads=1,
+    )[0]
+    ranks = launch(
+        measure_balance,
+        RANKS,
+        options.balance_length,
+        options.heads,
+        2 * options.repeats + 1,
+        threads=1,
+    )
     balance = {}
     for name in LAYOUT_NAMES:
         layout = rs.Layout(name, options.balance_length, RANKS)
-        pairs = [make_schedule(layout, rs.causal(), rank).num_pairs for rank in range(RANKS)]
+        pairs = [
+            make_schedule(layout, rs.causal(), rank).num_pairs for rank in range(RANKS)
+        ]
         seconds = [rank[name] for rank in ranks]
         balance[name] = {
             "pairs_over_mean": [count / mean(pairs) for count in pairs],
@@ -155,11 +219,25 @@ def main() -> None:
         }
     config = {name: value for name, value in vars(options).items() if name != "output"}
     measured = [
-        launch(measure_documents, RANKS, options.length, options.documents, shape, options.repeats, threads=1)[0]
+        launch(
+            measure_documents,
+            RANKS,
+            options.length,
+            options.documents,
+            shape,
+            options.repeats,
+            threads=1,
+        )[0]
         for shape in SHAPES
     ]
     kernel = launch(measure_kernel, 1, 8, threads=1)[0]
-    result = {"window": window, "balance": balance, "documents": measured, "kernel_by_rows": kernel, "config": config}
+    result = {
+        "window": window,
+        "balance": balance,
+        "documents": measured,
+        "kernel_by_rows": kernel,
+        "config": config,
+    }
     command = shlex.join(["python", "benchmarks/masks.py", *sys.argv[1:]])
     row = {"command": command, "result": result | {"machine": describe_machine()}}
     options.output.write_text(json.dumps([row], indent=1) + "\n")

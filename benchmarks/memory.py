@@ -34,7 +34,11 @@ VariantName = Literal["plain", "chunks", "offload"]
 # What is added to a checkpoint policy; offloading goes without "none", which leaves nothing to offload.
 VARIANTS: Final[dict[VariantName, dict[str, Any]]] = {
     "plain": {"feedforward_chunk_tokens": 0},
-    "chunks": {"feedforward_chunk_tokens": 512, "loss_chunk_tokens": 512, "loss_chunk_vocabulary": 2048},
+    "chunks": {
+        "feedforward_chunk_tokens": 512,
+        "loss_chunk_tokens": 512,
+        "loss_chunk_vocabulary": 2048,
+    },
     "offload": {"offload": "activations", "feedforward_chunk_tokens": 0},
 }
 
@@ -59,13 +63,24 @@ def step_bytes(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, in
     tracker, optimizer = MemoryTracker(), torch.optim.AdamW(model.parameters(), lr=0.0)
     with tracker:
         tracker.watch_model(model)
+        # the optimizer has its state, and FSDP its buffers, from the second step on
         tracker.watch("activations", batch.values())
-        for _ in range(2):  # the optimizer has its state, and FSDP its buffers, from the second step on
+        for _ in range(2):
             tracker.restart()
             train_step(tracker, model, optimizer, batch)
-    state = next(moment.bytes for moment in reversed(tracker.moments) if moment.phase == "backward")
-    most = {category: max(moment.bytes[category] for moment in tracker.moments) for category in CATEGORIES}
-    return most | {category: state[category] for category in ("parameters", "gradients", "optimizer")}
+    state = next(
+        moment.bytes
+        for moment in reversed(tracker.moments)
+        if moment.phase == "backward"
+    )
+    most = {
+        category: max(moment.bytes[category] for moment in tracker.moments)
+        for category in CATEGORIES
+    }
+    return most | {
+        category: state[category]
+        for category in ("parameters", "gradients", "optimizer")
+    }
 
 
 def run(case: MemoryCase) -> dict[str, Any]:
@@ -76,7 +91,11 @@ def run(case: MemoryCase) -> dict[str, Any]:
         # The largest ring has both at one length, which is then measured once.
         lengths = dict.fromkeys((case.length, per_rank * ring))
         tokens = " and at ".join(f"{length:,}" for length in lengths)
-        print(f"three steps on a ring of {ring} at {tokens} tokens", file=sys.stderr, flush=True)
+        print(
+            f"three steps on a ring of {ring} at {tokens} tokens",
+            file=sys.stderr,
+            flush=True,
+        )
         rows += launch(_measure, ring, case, tuple(lengths))[0]
     return {"rows": rows, "config": asdict(case), "machine": describe_machine()}
 
@@ -93,10 +112,19 @@ def _measure(case: MemoryCase, lengths: tuple[int, ...]) -> list[dict[str, Any]]
     for checkpoint, variant in settings:
         for length in lengths:
             step = StepCase(length=max(length, case.length), dtype=case.dtype)
-            model = parallelize(small_llama(step), mesh, layout=case.layout, checkpoint=checkpoint, **VARIANTS[variant])
+            model = parallelize(
+                small_llama(step),
+                mesh,
+                layout=case.layout,
+                checkpoint=checkpoint,
+                **VARIANTS[variant],
+            )
             tokens = torch.arange(length).remainder(step.vocabulary).unsqueeze(0)
             batch = shard_batch(
-                {"input_ids": tokens, "labels": tokens}, mesh, layout=case.layout, device=local_device()
+                {"input_ids": tokens, "labels": tokens},
+                mesh,
+                layout=case.layout,
+                device=local_device(),
             )
             rows.append(
                 {
@@ -113,29 +141,48 @@ def _measure(case: MemoryCase, lengths: tuple[int, ...]) -> list[dict[str, Any]]
 
 def _bytes(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, int]:
     """Activations held for backward, and the most of every other category."""
-    most = step_bytes(model, batch)  # first: FSDP makes its buffers in the model's first step
+    # first: FSDP makes its buffers in the model's first step
+    most = step_bytes(model, batch)
     return most | {"activations": held_activations(model, batch)}
 
 
 def main(
     length: Length = 8192,
     rings: Annotated[str, typer.Option(help="Ring sizes to compare.")] = "1,2,4",
-    variants: Annotated[str, typer.Option(help="plain, chunks, offload: what is added to each policy.")] = "plain",
+    variants: Annotated[
+        str, typer.Option(help="plain, chunks, offload: what is added to each policy.")
+    ] = "plain",
     layout: LayoutOption = "zigzag",
     dtype: Dtype = "float32",
-    picture: Annotated[Path | None, typer.Option(help="Write the bytes by category as an SVG file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write the bytes by category as an SVG file.")
+    ] = None,
 ) -> None:
     """Measure, and print the result as one JSON object."""
     check_dtype(dtype)
     sizes = numbers_in("--rings", rings, "1,2,4")
     if length < 2 * max(sizes):
-        raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
-    names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
+        raise ConfigError(
+            f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens"
+        )
+    names: tuple[VariantName, ...] = tuple(
+        name for name in VARIANTS if name in variants.split(",")
+    )
     if len(names) != len(variants.split(",")):
-        raise ConfigError(f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas")
+        raise ConfigError(
+            f"--variants {variants!r}: choose from {', '.join(VARIANTS)}, with commas"
+        )
     if picture:
         check_picture(picture, ".svg")
-    result = run(MemoryCase(rings=sizes, length=length, variants=names, layout=layout_name(layout), dtype=dtype))
+    result = run(
+        MemoryCase(
+            rings=sizes,
+            length=length,
+            variants=names,
+            layout=layout_name(layout),
+            dtype=dtype,
+        )
+    )
     if picture:
         drawn = category_picture(result["rows"])
         picture.write_text(svg(drawn) if drawn else "", encoding="utf-8")

@@ -36,14 +36,19 @@ def moving_picture(layout: Layout, mask: Mask) -> str:
     body = [_matrix(layout), _nodes(layout.ranks)]
     for hop in range(hops):
         start, stop = (100 * (hop + part) * _HOP_SECONDS / seconds for part in (0, 1))
-        style.append(f"@keyframes tile{hop}{{0%,{start:.1f}%{{opacity:0}}{stop:.1f}%,100%{{opacity:1}}}}")
+        style.append(
+            f"@keyframes tile{hop}{{0%,{start:.1f}%{{opacity:0}}{stop:.1f}%,100%{{opacity:1}}}}"
+        )
         last = 100 if hop == hops - 1 else stop
         # Steps without a fade: a caption is there or not.
         style.append(
             f"@keyframes hop{hop}{{0%,{start:.1f}%{{opacity:0}}{start + 0.1:.1f}%,{last - 0.1:.1f}%{{opacity:1}}"
             f"{last:.1f}%,100%{{opacity:0}}}}"
         )
-        tiles = "".join(f'<path fill="{RANK_COLOURS[plan.rank]}" d="{_cells(layout, plan, hop)}"/>' for plan in plans)
+        tiles = "".join(
+            f'<path fill="{RANK_COLOURS[plan.rank]}" d="{_cells(layout, plan, hop)}"/>'
+            for plan in plans
+        )
         body.append(f'<g class="tile" style="animation-name:tile{hop}">{tiles}</g>')
         done = " done" if hop == hops - 1 else ""
         body.append(
@@ -68,15 +73,25 @@ def moving_picture(layout: Layout, mask: Mask) -> str:
 
 def _way(plans: list[Schedule], owner: int, seconds: float) -> str:
     """Keyframes of a block: at each hop on its way to the next rank, smaller where less of it is still needed."""
-    where = [(plan.rank, hop) for hop in range(len(plans[0].hops)) for plan in plans if plan.hops[hop].owner == owner]
+    where = [
+        (plan.rank, hop)
+        for hop in range(len(plans[0].hops))
+        for plan in plans
+        if plan.hops[hop].owner == owner
+    ]
     frames: list[str] = []
     for index, (rank, _) in enumerate(where):
         start = 100 * index * _HOP_SECONDS / seconds
         arrives = where[index + 1] if index + 1 < len(where) else (rank, None)
-        is_sent = arrives[1] is not None and size(plans[arrives[0]].hops[arrives[1]].arrives.ranges) > 0
+        is_sent = (
+            arrives[1] is not None
+            and size(plans[arrives[0]].hops[arrives[1]].arrives.ranges) > 0
+        )
         frames.append(f"{start:.1f}%{{{_at(plans, rank, index)}}}")
         if not is_sent:  # nobody needs it any more
-            frames.append(f"{start + 0.1:.1f}%,100%{{{_at(plans, rank, index)};opacity:0}}")
+            frames.append(
+                f"{start + 0.1:.1f}%,100%{{{_at(plans, rank, index)};opacity:0}}"
+            )
             break
     return "".join(frames)
 
@@ -89,7 +104,9 @@ def _at(plans: list[Schedule], rank: int, index: int) -> str:
 def _scale(plans: list[Schedule], rank: int, index: int) -> float:
     """Of a disc whose area is the share of a block that is here."""
     whole = max(size(plan.hops[1].arrives.ranges) for plan in plans)
-    return (size(plans[rank].hops[index].arrives.ranges) / whole) ** 0.5 if index else 1.0
+    return (
+        (size(plans[rank].hops[index].arrives.ranges) / whole) ** 0.5 if index else 1.0
+    )
 
 
 def _held(plans: list[Schedule], index: int) -> str:

@@ -32,15 +32,23 @@ def why_not(*programs: str, trial: str) -> str | None:
         return f"needs {', '.join(missing)} (packages iproute2 and util-linux)"
     if os.geteuid():
         return "needs root, to make network namespaces"
-    done = subprocess.run([path("unshare"), "--net", "sh", "-c", trial], capture_output=True, text=True)
-    return f"cannot make such a network here: {done.stderr.strip()}" if done.returncode else None
+    done = subprocess.run(
+        [path("unshare"), "--net", "sh", "-c", trial], capture_output=True, text=True
+    )
+    return (
+        f"cannot make such a network here: {done.stderr.strip()}"
+        if done.returncode
+        else None
+    )
 
 
 @contextmanager
 def namespaced(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
     """A process in a network namespace of its own; it says a line when it is there."""
     full = [path("unshare"), "--net", *command]
-    process = subprocess.Popen(full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         if not pipe(process.stdout).readline():
             raise SystemExit("a rank did not start; its message is above")
@@ -53,12 +61,18 @@ def namespaced(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
 @contextmanager
 def bridged(module: str, ranks: int) -> Iterator[list["subprocess.Popen[str]"]]:
     """Ranks of a benchmark, each in a namespace of its own, on one bridge; they live as long as this context."""
-    with tempfile.TemporaryDirectory(prefix="ringspan-ranks-") as folder, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="ringspan-ranks-") as folder,
+        ExitStack() as stack,
+    ):
         switch = stack.enter_context(namespaced(["sh", "-c", "echo here; exec cat"]))
         inside = "nsenter", "--net", "--target", str(switch.pid)
         run(*inside, "ip", "link", "add", "name", "switch", "type", "bridge")
         run(*inside, "ip", "link", "set", "switch", "up")
-        processes = [stack.enter_context(namespaced(rank_command(module, rank, folder))) for rank in range(ranks)]
+        processes = [
+            stack.enter_context(namespaced(rank_command(module, rank, folder)))
+            for rank in range(ranks)
+        ]
         for rank, process in enumerate(processes):
             link((f"port{rank}", switch.pid), (LINK, process.pid))
             run(*inside, "ip", "link", "set", f"port{rank}", "master", "switch", "up")
@@ -87,14 +101,18 @@ def ask(ranks: list["subprocess.Popen[str]"], question: Any) -> Any:
     return json.loads(lines[0])
 
 
-def serve(rank: int, ranks: int, folder: str, answer: Callable[[Any, dist.ProcessGroup], Any]) -> None:
+def serve(
+    rank: int, ranks: int, folder: str, answer: Callable[[Any, dist.ProcessGroup], Any]
+) -> None:
     """One rank of one thread: join the others over this end of the link and give ``answer(question, alone)``, where
     ``alone`` is a group of this rank only. It ends when the process that asks does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks
     print("here", flush=True)
     question = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True
+    ).start()
     run("ip", "link", "set", "lo", "up")
     run("ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
     # A token bucket would cut larger segments up and send them out of order.
@@ -104,7 +122,9 @@ def serve(rank: int, ranks: int, folder: str, answer: Callable[[Any, dist.Proces
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[rank::ranks] or [cores[rank % len(cores)]])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     alone = [dist.new_group([one]) for one in range(ranks)][rank]
     print(json.dumps(answer(question, alone)), flush=True)
 
@@ -117,7 +137,9 @@ def swap(block: torch.Tensor, peer: int) -> None:
 
 def run(*command: str) -> None:
     """Run a command that must succeed."""
-    done = subprocess.run([path(command[0]), *command[1:]], capture_output=True, text=True)
+    done = subprocess.run(
+        [path(command[0]), *command[1:]], capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)}: {done.stderr.strip()}")
 

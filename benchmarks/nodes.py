@@ -37,9 +37,20 @@ from ringspan.measure.machine import describe_machine
 RESULT: Final = Path(__file__).parent / "results" / "nodes-cpu.json"
 RANKS: Final = 4
 PER_NODE: Final = 2
-_ROOT: Final = f"qdisc add dev {LINK} root handle 1: htb"  # what no filter names is not held back
-_QUEUE_SECONDS: Final = 0.05  # of what waits to be sent to the other node, beyond which it is dropped
-ROUTES: Final = ("ring", "bidirectional", "double-ring:2", "all-gather", "ulysses:2", "ulysses")
+_ROOT: Final = (
+    f"qdisc add dev {LINK} root handle 1: htb"  # what no filter names is not held back
+)
+_QUEUE_SECONDS: Final = (
+    0.05  # of what waits to be sent to the other node, beyond which it is dropped
+)
+ROUTES: Final = (
+    "ring",
+    "bidirectional",
+    "double-ring:2",
+    "all-gather",
+    "ulysses:2",
+    "ulysses",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +91,9 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
     """What was measured and predicted of each case, from ranks that live as long as this call."""
     with bridged("benchmarks.nodes", RANKS) as ranks:
         results = ask(ranks, [asdict(case) for case in cases])
-        return [asdict(case) | result for case, result in zip(cases, results, strict=True)]
+        return [
+            asdict(case) | result for case, result in zip(cases, results, strict=True)
+        ]
 
 
 def _limits(rank: int, gigabits: float) -> list[list[str]]:
@@ -116,7 +129,14 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
         run(*command)
     generator = torch.Generator().manual_seed(rank)
     q, k, v, dout = (
-        torch.randn(1, heads, case.layout.tokens_per_rank, case.head_dim, generator=generator, requires_grad=True)
+        torch.randn(
+            1,
+            heads,
+            case.layout.tokens_per_rank,
+            case.head_dim,
+            generator=generator,
+            requires_grad=True,
+        )
         for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     )
 
@@ -134,21 +154,47 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
         with torch.no_grad():
             rs.ring_attention(q, k, v, mask=rs.full(), layout="contiguous", group=alone)
 
-    block = torch.empty(case.layout.tokens_per_rank * case.shape.kv_numbers * 4, dtype=torch.uint8)
+    block = torch.empty(
+        case.layout.tokens_per_rank * case.shape.kv_numbers * 4, dtype=torch.uint8
+    )
     timings: dict[str, Callable[[], None]] = {
         "whole": whole,
         "inside": partial(swap, block, rank ^ 1),
         "between": partial(swap, block, rank ^ PER_NODE),
     }
     for route in ROUTES:
-        timings[f"{route} forward"], timings[f"{route} both"] = partial(forward, route), partial(both, route)
-    medians = {name: median(found) for name, found in timed_in_turns(timings, case.repeats, threads=1).items()}
-    flops = case.layout.tokens_per_rank**2 * pair_flops(case.shape, is_backward=False) / medians["whole"]
-    speeds = Speeds(flops, block.nbytes / medians["inside"], block.nbytes / medians["between"], PER_NODE)
+        timings[f"{route} forward"], timings[f"{route} both"] = (
+            partial(forward, route),
+            partial(both, route),
+        )
+    medians = {
+        name: median(found)
+        for name, found in timed_in_turns(timings, case.repeats, threads=1).items()
+    }
+    flops = (
+        case.layout.tokens_per_rank**2
+        * pair_flops(case.shape, is_backward=False)
+        / medians["whole"]
+    )
+    speeds = Speeds(
+        flops,
+        block.nbytes / medians["inside"],
+        block.nbytes / medians["between"],
+        PER_NODE,
+    )
     routes = {}
     for route in ROUTES:
         predicted = [
-            slowest(passes(case.layout, rs.causal(), route, case.shape, speeds, is_backward=is_backward)).seconds
+            slowest(
+                passes(
+                    case.layout,
+                    rs.causal(),
+                    route,
+                    case.shape,
+                    speeds,
+                    is_backward=is_backward,
+                )
+            ).seconds
             for is_backward in (False, True)
         ]
         routes[route] = {
@@ -163,20 +209,37 @@ def _measure(case: Case, rank: int, alone: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print a table a case and keep the result."""
-    parser = argparse.ArgumentParser(description="Time routes over two nodes against the model (Linux, root).")
-    parser.add_argument("--gigabits", type=float, nargs="*", default=[], help="only these rates (Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the medians are reported")
+    parser = argparse.ArgumentParser(
+        description="Time routes over two nodes against the model (Linux, root)."
+    )
+    parser.add_argument(
+        "--gigabits",
+        type=float,
+        nargs="*",
+        default=[],
+        help="only these rates (Gbit/s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="interleaved repeats; the medians are reported",
+    )
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file")
     options = parser.parse_args()
     reason = why_not()
     if reason:
         sys.exit(f"nodes: {reason}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended then too
+    # so that the ranks are ended then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = [Case(gigabits=gigabits) for gigabits in options.gigabits] or CASES
     cases = [replace(case, repeats=options.repeats) for case in chosen]
     results = measure(cases)
     command = shlex.join(["python", "-m", "benchmarks.nodes", *sys.argv[1:]])
-    row = {"command": command, "result": {"cases": results, "machine": describe_machine()}}
+    row = {
+        "command": command,
+        "result": {"cases": results, "machine": describe_machine()},
+    }
     options.output.write_text(json.dumps([row], indent=1) + "\n")
     for result in results:
         speeds = result["speeds"]
@@ -187,7 +250,9 @@ def main() -> None:
         )
         for route, found in result["routes"].items():
             numbers = (
-                found[f"{which}{p}_seconds"] for p in ("forward", "forward_backward") for which in ("", "predicted_")
+                found[f"{which}{p}_seconds"]
+                for p in ("forward", "forward_backward")
+                for which in ("", "predicted_")
             )
             print(f"  {route:14}" + "".join(f"{number:8.3f}" for number in numbers))
 

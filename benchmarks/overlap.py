@@ -31,7 +31,17 @@ from matplotlib import pyplot
 
 import ringspan as rs
 from benchmarks import namespaces
-from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
+from benchmarks.namespaces import (
+    LINK,
+    ask,
+    link,
+    namespaced,
+    path,
+    rank_command,
+    run,
+    serve,
+    swap,
+)
 from ringspan.measure.machine import describe_machine, timed
 from ringspan.torch.transport.exchange import COUNTERS
 
@@ -56,7 +66,9 @@ class Sweep:
     gigabits: float
     dtype: str = "float32"
     heads: int = 1
-    kv_heads: int = 1  # one makes one group of heads, so that a message is the whole block of a hop
+    kv_heads: int = (
+        1  # one makes one group of heads, so that a message is the whole block of a hop
+    )
     head_dim: int = 128
     tokens: tuple[int, ...]
     repeats: int
@@ -76,24 +88,39 @@ class Sweep:
 
 def why_not() -> str | None:
     """What this machine lacks to join two namespaces by a limited link; None when it can."""
-    trial = f"ip link add name {LINK} type veth peer name other && {shlex.join(_limit(1))}"
+    trial = (
+        f"ip link add name {LINK} type veth peer name other && {shlex.join(_limit(1))}"
+    )
     return namespaces.why_not("tc", trial=trial)
 
 
 def measure(sweeps: list[Sweep]) -> list[dict[str, Any]]:
     """Each sweep's rows and where its transfers stop showing, from two ranks that live as long as this call."""
-    with tempfile.TemporaryDirectory(prefix="ringspan-overlap-") as folder, ExitStack() as stack:
-        commands = (rank_command("benchmarks.overlap", rank, folder) for rank in range(2))
+    with (
+        tempfile.TemporaryDirectory(prefix="ringspan-overlap-") as folder,
+        ExitStack() as stack,
+    ):
+        commands = (
+            rank_command("benchmarks.overlap", rank, folder) for rank in range(2)
+        )
         ranks = [stack.enter_context(namespaced(command)) for command in commands]
         one, other = ((LINK, process.pid) for process in ranks)
         link(one, other)
         results = ask(ranks, [asdict(sweep) for sweep in sweeps])
-        return [asdict(sweep) | result for sweep, result in zip(sweeps, results, strict=True)]
+        return [
+            asdict(sweep) | result
+            for sweep, result in zip(sweeps, results, strict=True)
+        ]
 
 
 def _answer(sweeps: list[dict[str, Any]], alone: Any) -> list[dict[str, Any]]:
     """Runs on each rank."""
-    return [_sweep(Sweep(**{**sweep, "tokens": tuple(sweep["tokens"])}), dist.get_rank(), alone) for sweep in sweeps]
+    return [
+        _sweep(
+            Sweep(**{**sweep, "tokens": tuple(sweep["tokens"])}), dist.get_rank(), alone
+        )
+        for sweep in sweeps
+    ]
 
 
 def _sweep(sweep: Sweep, rank: int, alone: Any) -> dict[str, Any]:
@@ -102,23 +129,39 @@ def _sweep(sweep: Sweep, rank: int, alone: Any) -> dict[str, Any]:
     times: dict[int, dict[str, list[float]]] = {c: {} for c in sweep.tokens}
     for repeat in range(sweep.repeats + 1):
         for tokens in sweep.tokens:
+            # the first round warms up
             found = _once(sweep, tokens, rank, alone)
-            for name, seconds in found.items() if repeat else ():  # the first round warms up
+            for name, seconds in found.items() if repeat else ():
                 times[tokens].setdefault(name, []).append(seconds)
-    medians = {c: {name: median(values) for name, values in found.items()} for c, found in times.items()}
+    medians = {
+        c: {name: median(values) for name, values in found.items()}
+        for c, found in times.items()
+    }
     rows = [
-        {"tokens": c, **found, "exposed_share": found["exposed_seconds"] / found["transfer_seconds"]}
+        {
+            "tokens": c,
+            **found,
+            "exposed_share": found["exposed_seconds"] / found["transfer_seconds"],
+        }
         for c, found in medians.items()
     ]
     # F is what a rank reaches in the ring while it does not wait: on a CPU the network takes its share of the cores.
-    flops = median(2 * sweep.flops(c) / (row["ring_seconds"] - row["exposed_seconds"]) for c, row in medians.items())
-    rate = median(c * sweep.bytes_per_token / row["transfer_seconds"] for c, row in medians.items())
+    flops = median(
+        2 * sweep.flops(c) / (row["ring_seconds"] - row["exposed_seconds"])
+        for c, row in medians.items()
+    )
+    rate = median(
+        c * sweep.bytes_per_token / row["transfer_seconds"]
+        for c, row in medians.items()
+    )
     predicted = sweep.itemsize / 2 * sweep.kv_heads / sweep.heads * flops / rate
     crossing = crossed([(row["tokens"], row["exposed_share"]) for row in rows])
     return {
         "rows": rows,
         "flops_per_second": flops,
-        "flops_per_second_alone": median(sweep.flops(c) / row["compute_seconds"] for c, row in medians.items()),
+        "flops_per_second_alone": median(
+            sweep.flops(c) / row["compute_seconds"] for c, row in medians.items()
+        ),
         "bytes_per_second": rate,
         "predicted_tokens": predicted,
         "crossing_tokens": crossing,
@@ -129,7 +172,9 @@ def _sweep(sweep: Sweep, rank: int, alone: Any) -> dict[str, Any]:
 def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (
-        torch.randn(1, heads, tokens, sweep.head_dim, generator=generator).to(getattr(torch, sweep.dtype))
+        torch.randn(1, heads, tokens, sweep.head_dim, generator=generator).to(
+            getattr(torch, sweep.dtype)
+        )
         for heads in (sweep.heads, sweep.kv_heads, sweep.kv_heads)
     )
     block = torch.empty(tokens * sweep.bytes_per_token, dtype=torch.uint8)
@@ -140,7 +185,9 @@ def _once(sweep: Sweep, tokens: int, rank: int, alone: Any) -> dict[str, float]:
         transfer = timed(partial(swap, block, 1 - rank), threads=1)
         before = replace(COUNTERS)
         ring = timed(attention, threads=1)
-    assert COUNTERS.sent_bytes - before.sent_bytes == block.nbytes, "a hop sends its whole block once"
+    assert COUNTERS.sent_bytes - before.sent_bytes == block.nbytes, (
+        "a hop sends its whole block once"
+    )
     exposed = torch.tensor(COUNTERS.exposed_seconds - before.exposed_seconds)
     dist.all_reduce(exposed, dist.ReduceOp.MAX)
     return {
@@ -178,48 +225,116 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     predicted crossing, where the law says max(0, 1 - x) for every curve.
     """
     pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "overlap"}
-    figure, (by_tokens, by_ratio) = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure, (by_tokens, by_ratio) = pyplot.subplots(
+        1, 2, figsize=(11, 4.6), sharey=True, layout="constrained"
+    )
     for number, result in enumerate(results):
-        tokens, shares = zip(*((row["tokens"], row["exposed_share"]) for row in result["rows"]), strict=True)
+        tokens, shares = zip(
+            *((row["tokens"], row["exposed_share"]) for row in result["rows"]),
+            strict=True,
+        )
         predicted, colour = result["predicted_tokens"], f"C{number}"
         label = f"{result['gigabits']:g} Gbit/s, {result['dtype']}"
-        label += f", {result['heads']} heads on {result['kv_heads']}" if result["heads"] > result["kv_heads"] else ""
+        label += (
+            f", {result['heads']} heads on {result['kv_heads']}"
+            if result["heads"] > result["kv_heads"]
+            else ""
+        )
         by_tokens.plot(tokens, shares, "o-", color=colour, markersize=4, label=label)
         by_tokens.axvline(predicted, color=colour, linestyle="--", linewidth=1)
-        by_ratio.plot([c / predicted for c in tokens], shares, "o", color=colour, markersize=4, label=label)
+        by_ratio.plot(
+            [c / predicted for c in tokens],
+            shares,
+            "o",
+            color=colour,
+            markersize=4,
+            label=label,
+        )
     xs = [0.02 * step for step in range(1, 200)]
-    by_ratio.plot(xs, [max(0.0, 1 - x) for x in xs], color="black", linewidth=1, label="the law: 1 - x, then 0")
+    by_ratio.plot(
+        xs,
+        [max(0.0, 1 - x) for x in xs],
+        color="black",
+        linewidth=1,
+        label="the law: 1 - x, then 0",
+    )
     by_ratio.axvspan(1 / 1.5, 1.5, color="black", alpha=0.07, linewidth=0)
-    by_tokens.set(xlabel="tokens per rank (c); dashed: predicted crossing", ylabel="share of the transfer that shows")
-    by_ratio.set(xlabel="c over the predicted crossing; shaded: within a factor 1.5", xlim=(0.05, 4))
+    by_tokens.set(
+        xlabel="tokens per rank (c); dashed: predicted crossing",
+        ylabel="share of the transfer that shows",
+    )
+    by_ratio.set(
+        xlabel="c over the predicted crossing; shaded: within a factor 1.5",
+        xlim=(0.05, 4),
+    )
     for axes in (by_tokens, by_ratio):
         axes.set_xscale("log", base=2)
         axes.set_ylim(-0.05, 1.25)
         axes.grid(alpha=0.3)
     ticks = [2**power for power in range(-4, 3)]
     by_ratio.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ticks = sorted({row["tokens"] for result in results for row in result["rows"] if row["tokens"].bit_count() == 1})
+    ticks = sorted(
+        {
+            row["tokens"]
+            for result in results
+            for row in result["rows"]
+            if row["tokens"].bit_count() == 1
+        }
+    )
     by_tokens.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    figure.legend(*by_ratio.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(
+        *by_ratio.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
 def main() -> None:
     """Measure, print a line a curve, keep the result and draw it."""
-    parser = argparse.ArgumentParser(description="Measure the overlap law over a rate-limited link (Linux, root).")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens a rank to try, ascending")
-    parser.add_argument("--gigabits", type=float, nargs="*", default=[], help="only these rates (Gbit/s), in float32")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats; the medians are reported")
+    parser = argparse.ArgumentParser(
+        description="Measure the overlap law over a rate-limited link (Linux, root)."
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=TOKENS,
+        help="tokens a rank to try, ascending",
+    )
+    parser.add_argument(
+        "--gigabits",
+        type=float,
+        nargs="*",
+        default=[],
+        help="only these rates (Gbit/s), in float32",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="interleaved repeats; the medians are reported",
+    )
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file")
-    parser.add_argument("--picture", type=Path, default=None, help=f"draw an SVG too, such as {PICTURE.name}")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=None,
+        help=f"draw an SVG too, such as {PICTURE.name}",
+    )
     options = parser.parse_args()
     reason = why_not()
     if reason:
         sys.exit(f"overlap: {reason}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended then too
+    # so that the ranks are ended then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     curves = [{"gigabits": gigabits} for gigabits in options.gigabits] or CURVES
-    sweeps = [Sweep(tokens=tuple(options.tokens), repeats=options.repeats, **curve) for curve in curves]
+    sweeps = [
+        Sweep(tokens=tuple(options.tokens), repeats=options.repeats, **curve)
+        for curve in curves
+    ]
     results = measure(sweeps)
     row = {
         "command": shlex.join(["python", "-m", "benchmarks.overlap", *sys.argv[1:]]),
@@ -230,9 +345,13 @@ def main() -> None:
         name = f"{result['gigabits']:g} Gbit/s {result['dtype']} {result['heads']}:{result['kv_heads']} heads"
         found = result["crossing_tokens"]
         said = (
-            f"crossing {found:,.0f}, {result['crossing_over_predicted']:.2f}x" if found else "no crossing in the sweep"
+            f"crossing {found:,.0f}, {result['crossing_over_predicted']:.2f}x"
+            if found
+            else "no crossing in the sweep"
         )
-        print(f"{name}: predicted {result['predicted_tokens']:,.0f} tokens per rank, {said}")
+        print(
+            f"{name}: predicted {result['predicted_tokens']:,.0f} tokens per rank, {said}"
+        )
     if options.picture:
         draw(results, options.picture)
 

@@ -49,12 +49,19 @@ class Contender:
     ours: bool = False
 
 
-def compare(python: str, length: int, dtype: str, heads: int, head_dim: int, repeats: int) -> list[dict[str, Any]]:
+def compare(
+    python: str, length: int, dtype: str, heads: int, head_dim: int, repeats: int
+) -> list[dict[str, Any]]:
     """A row a contender: medians of interleaved repeats, the ratio to one process, and relative errors."""
-    with tempfile.TemporaryDirectory(prefix="ringspan-peers-") as name, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="ringspan-peers-") as name,
+        ExitStack() as stack,
+    ):
         folder = Path(name)
         generator = np.random.default_rng(0)
-        inputs = generator.standard_normal((4, 1, length, heads, head_dim), dtype=np.float32)
+        inputs = generator.standard_normal(
+            (4, 1, length, heads, head_dim), dtype=np.float32
+        )
         np.save(folder / "inputs.npy", inputs)
         exact = _exact(folder, dtype)
         rows = {who: _row(who, python) for who in CONTENDERS}
@@ -66,11 +73,16 @@ def compare(python: str, length: int, dtype: str, heads: int, head_dim: int, rep
         times: dict[str, list[float]] = {who: [] for who in running}
         for repeat in range(repeats + 1):
             for who in list(running):
-                seconds = _attempt(running, rows[who], partial(_ask, running[who], "time"))
+                seconds = _attempt(
+                    running, rows[who], partial(_ask, running[who], "time")
+                )
                 if repeat and seconds is not None:  # the first round warms up
                     times[who].append(seconds)
         for who in list(running):
-            if _attempt(running, rows[who], partial(_ask, running[who], "save")) is not None:
+            if (
+                _attempt(running, rows[who], partial(_ask, running[who], "save"))
+                is not None
+            ):
                 ratios = [a / b for a, b in zip(times[who], times["sdpa"], strict=True)]
                 rows[who] |= {"seconds": median(times[who]), "ratio": median(ratios)}
                 rows[who] |= {"errors": _errors(folder, who, exact)}
@@ -81,15 +93,25 @@ def _row(who: str, python: str) -> dict[str, Any]:
     """Versions of a contender's packages, or why it cannot run."""
     contender = CONTENDERS[who]
     query = (
-        f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {contender.packages}}}))"
+        "import json, importlib.metadata as m; "
+        f"print(json.dumps({{n: m.version(n) for n in {contender.packages}}}))"
     )
     command = [sys.executable if contender.ours else python, "-c", query]
     done = subprocess.run(command, capture_output=True, text=True)
-    row: dict[str, Any] = {"contender": who, "versions": json.loads(done.stdout) if not done.returncode else None}
-    return row if row["versions"] else row | {"skipped": done.stderr.strip().splitlines()[-1]}
+    row: dict[str, Any] = {
+        "contender": who,
+        "versions": json.loads(done.stdout) if not done.returncode else None,
+    }
+    return (
+        row
+        if row["versions"]
+        else row | {"skipped": done.stderr.strip().splitlines()[-1]}
+    )
 
 
-def _attempt(running: dict[str, Any], row: dict[str, Any], ask: Callable[[], float]) -> float | None:
+def _attempt(
+    running: dict[str, Any], row: dict[str, Any], ask: Callable[[], float]
+) -> float | None:
     """What a contender answers; when it raises, its reason goes into its row and it takes no further part."""
     try:
         return ask()
@@ -100,11 +122,25 @@ def _attempt(running: dict[str, Any], row: dict[str, Any], ask: Callable[[], flo
 
 
 @contextmanager
-def _ranks(who: str, python: str, folder: Path, dtype: str) -> Iterator[list[subprocess.Popen[str]]]:
+def _ranks(
+    who: str, python: str, folder: Path, dtype: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     contender = CONTENDERS[who]
-    command = [sys.executable if contender.ours else python, __file__, "--serve", who, str(folder), dtype]
+    command = [
+        sys.executable if contender.ours else python,
+        __file__,
+        "--serve",
+        who,
+        str(folder),
+        dtype,
+    ]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(contender.ranks)
     ]
     try:
@@ -161,7 +197,11 @@ def _inputs(folder: Path, dtype: str) -> Arrays:
     inputs = np.load(folder / "inputs.npy")
     if dtype == "bfloat16":
         bits = inputs.view(np.uint32)
-        inputs = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        inputs = (
+            ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000)
+            .astype(np.uint32)
+            .view(np.float32)
+        )
     return list(inputs)
 
 
@@ -176,7 +216,9 @@ def _errors(folder: Path, who: str, exact: Arrays) -> dict[str, float]:
     for rank in range(CONTENDERS[who].ranks):
         positions, *found = np.load(folder / f"{who}-{rank}.npz").values()
         parts = zip(found, exact, strict=True)
-        squares += [np.square(x.astype(np.float64) - y[:, positions]).sum() for x, y in parts]
+        squares += [
+            np.square(x.astype(np.float64) - y[:, positions]).sum() for x, y in parts
+        ]
     return {
         name: float(np.sqrt(square / np.square(y).sum()))
         for name, square, y in zip(RESULTS, squares, exact, strict=True)
@@ -233,7 +275,12 @@ def _context_parallel(inputs: Arrays, dtype: str, rank: int) -> Worker:
     def step() -> Any:
         dist.barrier()
         buffers = [x.clone() for x in (*whole, positions)]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2, 2, 0], no_restore_buffers=set(buffers)):
+        with context_parallel(
+            mesh,
+            buffers=buffers,
+            buffer_seq_dims=[2, 2, 2, 2, 0],
+            no_restore_buffers=set(buffers),
+        ):
             q, k, v, dout, here = buffers
             for x in (q, k, v):
                 x.requires_grad_()
@@ -252,14 +299,22 @@ def _ring_attention_pytorch(inputs: Arrays, dtype: str, rank: int) -> Worker:
     _join(rank)
     length = inputs[0].shape[1]
     positions = np.arange(length)[rank * length // RANKS : (rank + 1) * length // RANKS]
-    q, k, v, dout = (torch.from_numpy(x[:, positions]).to(getattr(torch, dtype)).requires_grad_() for x in inputs)
+    q, k, v, dout = (
+        torch.from_numpy(x[:, positions]).to(getattr(torch, dtype)).requires_grad_()
+        for x in inputs
+    )
 
     def step() -> Any:
         dist.barrier()
-        out = ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True, bucket_size=512)
+        out = ring_flash_attn(
+            q, k, v, causal=True, ring_reduce_col=True, bucket_size=512
+        )
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
-    return step, lambda results: [positions, *(x.detach().float().numpy() for x in results)]
+    return step, lambda results: [
+        positions,
+        *(x.detach().float().numpy() for x in results),
+    ]
 
 
 def _ringattention(inputs: Arrays, dtype: str, rank: int) -> Worker:
@@ -267,17 +322,32 @@ def _ringattention(inputs: Arrays, dtype: str, rank: int) -> Worker:
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    # its import asks this module for the platform; newer JAX has it elsewhere
 
-    if not hasattr(jax.lib, "xla_bridge"):  # its import asks this module for the platform; newer JAX has it elsewhere
+    if not hasattr(jax.lib, "xla_bridge"):
         from jax.extend import backend
 
         jax.lib.xla_bridge = backend
     from ringattention import ringattention
 
     options = {
-        **{"causal_block_size": 1, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0},
-        **{"query_chunk_size": 256, "key_chunk_size": 256, "dtype": getattr(jnp, dtype)},  # fastest of 128 to 2,048
-        **{"policy": jax.checkpoint_policies.nothing_saveable, "precision": None, "prevent_cse": False},
+        **{
+            "causal_block_size": 1,
+            "deterministic": True,
+            "dropout_rng": None,
+            "attn_pdrop": 0.0,
+        },
+        # fastest of 128 to 2,048
+        **{
+            "query_chunk_size": 256,
+            "key_chunk_size": 256,
+            "dtype": getattr(jnp, dtype),
+        },
+        **{
+            "policy": jax.checkpoint_policies.nothing_saveable,
+            "precision": None,
+            "prevent_cse": False,
+        },
     }
 
     def local(q: Any, k: Any, v: Any) -> Any:
@@ -286,7 +356,9 @@ def _ringattention(inputs: Arrays, dtype: str, rank: int) -> Worker:
     mesh = Mesh(np.array(jax.devices()), ("ring",))
     spec = PartitionSpec(None, "ring")
     attention = _shard_map(jax)(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    tensors = [jax.device_put(jnp.asarray(x, dtype), NamedSharding(mesh, spec)) for x in inputs]
+    tensors = [
+        jax.device_put(jnp.asarray(x, dtype), NamedSharding(mesh, spec)) for x in inputs
+    ]
 
     @jax.jit
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -295,7 +367,10 @@ def _ringattention(inputs: Arrays, dtype: str, rank: int) -> Worker:
 
     return (
         lambda: jax.block_until_ready(both(*tensors)),
-        lambda results: [np.arange(inputs[0].shape[1]), *(np.asarray(x.astype(jnp.float32)) for x in results)],
+        lambda results: [
+            np.arange(inputs[0].shape[1]),
+            *(np.asarray(x.astype(jnp.float32)) for x in results),
+        ],
     )
 
 
@@ -314,62 +389,118 @@ def _join(rank: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = Path(sys.argv[3], f"store-{sys.argv[2]}")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
 
 
 def _heads_first(inputs: Arrays, dtype: str) -> list[Any]:
     """(B, H, T, D) as a model's projections leave them: stored (B, T, H, D)."""
     import torch
 
-    return [torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2).requires_grad_() for x in inputs]
+    return [
+        torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2).requires_grad_()
+        for x in inputs
+    ]
 
 
 def _read_heads_first(positions: np.ndarray, results: Any) -> Arrays:
     results = (x.detach().transpose(1, 2) for x in results)
-    return [positions, *((x.float() if x.itemsize == 2 else x).numpy() for x in results)]
+    return [
+        positions,
+        *((x.float() if x.itemsize == 2 else x).numpy() for x in results),
+    ]
 
 
 CONTENDERS: Final = {
     "sdpa": Contender(_sdpa, ("torch",), ranks=1, threads=2, ours=True),
     "ringspan": Contender(_ringspan, ("ringspan", "torch"), ours=True),
-    "ringattention": Contender(_ringattention, ("ringattention", "jax"), ranks=1, threads=2),
-    "ring-attention-pytorch": Contender(_ring_attention_pytorch, ("ring-attention-pytorch", "torch")),
+    "ringattention": Contender(
+        _ringattention, ("ringattention", "jax"), ranks=1, threads=2
+    ),
+    "ring-attention-pytorch": Contender(
+        _ring_attention_pytorch, ("ring-attention-pytorch", "torch")
+    ),
     "context_parallel": Contender(_context_parallel, ("torch",)),
 }
 
 
 def main() -> None:
     """Compare for each length and dtype, print a table and keep the rows."""
-    parser = argparse.ArgumentParser(description="Compare with other ring attentions on two CPU cores.")
-    parser.add_argument("--python", required=True, help="the python of the environment that has the peers")
+    parser = argparse.ArgumentParser(
+        description="Compare with other ring attentions on two CPU cores."
+    )
+    parser.add_argument(
+        "--python",
+        required=True,
+        help="the python of the environment that has the peers",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "bfloat16"],
+        choices=["float32", "bfloat16"],
+    )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the medians are reported")
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file; rows of other cases in it stay")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="interleaved repeats; the medians are reported",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULT,
+        help="the JSON file; rows of other cases in it stay",
+    )
     options = parser.parse_args()
     from ringspan.measure.machine import describe_machine
 
     kept = json.loads(options.output.read_text()) if options.output.exists() else []
     for dtype in options.dtypes:
         for length in options.lengths:
-            shape = {"length": length, "dtype": dtype, "heads": options.heads, "head_dim": options.head_dim}
+            shape = {
+                "length": length,
+                "dtype": dtype,
+                "heads": options.heads,
+                "head_dim": options.head_dim,
+            }
             rows = compare(options.python, **shape, repeats=options.repeats)
-            words = [f"--{name.replace('_', '-')}{'s' * (name in ('length', 'dtype'))} {shape[name]}" for name in shape]
+            words = [
+                f"--{name.replace('_', '-')}{'s' * (name in ('length', 'dtype'))} {shape[name]}"
+                for name in shape
+            ]
             command = (
-                f"python benchmarks/peers.py --python peers/bin/python {' '.join(words)} --repeats {options.repeats}"
+                "python benchmarks/peers.py --python peers/bin/python "
+                f"{' '.join(words)} --repeats {options.repeats}"
             )
             kept = [other for other in kept if other["result"]["config"] != shape]
-            kept.append({"command": command, "result": {"rows": rows, "config": shape, "machine": describe_machine()}})
+            kept.append(
+                {
+                    "command": command,
+                    "result": {
+                        "rows": rows,
+                        "config": shape,
+                        "machine": describe_machine(),
+                    },
+                }
+            )
             options.output.write_text(json.dumps(kept, indent=1) + "\n")
             print(f"\n{length:,} tokens, {dtype}")
             for row in rows:
                 if "skipped" in row:
                     print(f"{row['contender']:24} {row['skipped']}")
                 else:
-                    errors = " ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
-                    print(f"{row['contender']:24} {row['seconds']:8.3f} s {row['ratio']:6.2f}  {errors}", flush=True)
+                    errors = " ".join(
+                        f"{name} {error:.1e}" for name, error in row["errors"].items()
+                    )
+                    print(
+                        f"{row['contender']:24} {row['seconds']:8.3f} s {row['ratio']:6.2f}  {errors}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

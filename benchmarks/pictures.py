@@ -19,7 +19,13 @@ from benchmarks.understand_pictures import (
 )
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import causal, documents, full, prefix_lm, sliding_window
+from ringspan.core.geometry.mask import (
+    causal,
+    documents,
+    full,
+    prefix_lm,
+    sliding_window,
+)
 from ringspan.core.geometry.tree import tree
 from ringspan.report.drawing import svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture
@@ -35,7 +41,11 @@ _ZIGZAG: Final = Layout("zigzag", _LENGTH, 4)
 
 
 def _ancestors() -> "Figure":
-    found = json.loads((DOCS.parent / "benchmarks" / "results" / "ancestors-cpu.json").read_text(encoding="utf-8"))
+    found = json.loads(
+        (DOCS.parent / "benchmarks" / "results" / "ancestors-cpu.json").read_text(
+            encoding="utf-8"
+        )
+    )
     return ancestor_curves(found["rows"])
 
 
@@ -43,23 +53,37 @@ PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
     "ring-moving.svg": lambda: moving_picture(Layout("zigzag", 24, 4), causal()),
     "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
     "shared-prefixes.svg": lambda: ring_picture(
-        balanced(_ANSWERS, length=_LENGTH, ranks=4), _ANSWERS, "one prompt, five answers, balanced layout"
+        balanced(_ANSWERS, length=_LENGTH, ranks=4),
+        _ANSWERS,
+        "one prompt, five answers, balanced layout",
     ),
     "understand/ancestors.svg": _ancestors,
-    "understand/blocks.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), full()),
+    "understand/blocks.svg": lambda: ring_picture(
+        Layout("contiguous", _LENGTH, 4), full()
+    ),
     "understand/overlap.svg": overlap_picture,
     "understand/partials.svg": partials_picture,
     "understand/ulysses.svg": ulysses_picture,
     "understand/cache.svg": cache_picture,
     "understand/states.svg": states_picture,
     "understand/travel.svg": lambda: travel_picture(_ZIGZAG, causal()),
-    "understand/layout-contiguous.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), causal()),
-    "understand/layout-striped.svg": lambda: ring_picture(Layout("striped", 32, 4), causal()),
-    "understand/documents-zigzag.svg": lambda: ring_picture(_ZIGZAG, _PACKED, "five documents, zigzag layout"),
-    "understand/documents-balanced.svg": lambda: ring_picture(
-        balanced(_PACKED, length=_LENGTH, ranks=4), _PACKED, "five documents, balanced layout"
+    "understand/layout-contiguous.svg": lambda: ring_picture(
+        Layout("contiguous", _LENGTH, 4), causal()
     ),
-    "understand/mask-window.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), sliding_window(1536)),
+    "understand/layout-striped.svg": lambda: ring_picture(
+        Layout("striped", 32, 4), causal()
+    ),
+    "understand/documents-zigzag.svg": lambda: ring_picture(
+        _ZIGZAG, _PACKED, "five documents, zigzag layout"
+    ),
+    "understand/documents-balanced.svg": lambda: ring_picture(
+        balanced(_PACKED, length=_LENGTH, ranks=4),
+        _PACKED,
+        "five documents, balanced layout",
+    ),
+    "understand/mask-window.svg": lambda: ring_picture(
+        Layout("contiguous", _LENGTH, 4), sliding_window(1536)
+    ),
     "understand/mask-prefix.svg": lambda: ring_picture(_ZIGZAG, prefix_lm(2560)),
     "understand/mask-both.svg": lambda: ring_picture(
         Layout("contiguous", _LENGTH, 4),

@@ -8,7 +8,12 @@ from typing import Final
 
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
-from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
+from ringspan.plan.cluster.hardware import (
+    DEVICES,
+    Device,
+    min_block_tokens,
+    min_tokens_per_device,
+)
 from ringspan.plan.cost.kept import saved_per_token
 from ringspan.plan.cost.memory import Memory, training_memory
 from ringspan.plan.cost.setting import Setting
@@ -56,7 +61,15 @@ def devices() -> str:
         for name, each in DEVICES.items()
     ]
     return _table(
-        ("name", "device", "bfloat16", "memory bandwidth", "link in a node, its devices", "between nodes"), rows
+        (
+            "name",
+            "device",
+            "bfloat16",
+            "memory bandwidth",
+            "link in a node, its devices",
+            "between nodes",
+        ),
+        rows,
     )
 
 
@@ -77,11 +90,30 @@ def minimal_blocks() -> str:
     rows = []
     for title, name, inside, block, tokens in links:
         device = DEVICES[name]
-        bandwidth = device.intra_node_bandwidth if inside else device.inter_node_bandwidth
+        bandwidth = (
+            device.intra_node_bandwidth if inside else device.inter_node_bandwidth
+        )
         ours = min_block_tokens(device.flops, bandwidth)
-        numbers = f"{device.flops / 1e12:,.0f}", f"{bandwidth / 1e9:g}", f"{ours / 1e3:.1f}"
-        rows.append((title, *numbers, f"{min_tokens_per_device(ours) / 1e3:.1f}", block, tokens))
-    return _table(("link", "TFLOP/s", "GB/s", "block (1e3)", "tokens (1e3)", "published", "published "), rows)
+        numbers = (
+            f"{device.flops / 1e12:,.0f}",
+            f"{bandwidth / 1e9:g}",
+            f"{ours / 1e3:.1f}",
+        )
+        rows.append(
+            (title, *numbers, f"{min_tokens_per_device(ours) / 1e3:.1f}", block, tokens)
+        )
+    return _table(
+        (
+            "link",
+            "TFLOP/s",
+            "GB/s",
+            "block (1e3)",
+            "tokens (1e3)",
+            "published",
+            "published ",
+        ),
+        rows,
+    )
 
 
 def layer_bytes(kind: str, batch: int, length: int, hidden: int, block: int = 0) -> int:
@@ -115,17 +147,29 @@ def activations() -> str:
         million = layer_bytes(kind, 1, 1 << 20, hidden, 4096)
         hundred = layer_bytes(kind, 1, 10**8, 16 if kind == "vanilla" else 1024, 4096)
         rows.append((kind, formula, shown_bytes(million), shown_bytes(hundred)))
-    return _table(("attention", "bytes per layer", "1M tokens, h 4096", "100M tokens, h 1024"), rows)
+    return _table(
+        ("attention", "bytes per layer", "1M tokens, h 4096", "100M tokens, h 1024"),
+        rows,
+    )
 
 
 def flops_ratios() -> str:
     """How much dearer a dataset becomes from 4K to longer contexts; published: figure 5 of arXiv 2310.01889v4."""
     lengths = (32 * K, 128 * K, 1024 * K, 10_240 * K)
-    published = {"llama-7b": 37.4, "llama-13b": 31.0, "llama-30b": 23.2, "llama-65b": 20.6, "gpt-175b": 14.4}
+    published = {
+        "llama-7b": 37.4,
+        "llama-13b": 31.0,
+        "llama-30b": 23.2,
+        "llama-65b": 20.6,
+        "gpt-175b": 14.4,
+    }
     rows = [
         (
             name,
-            *(f"{dataset_flops_ratio(MODELS[name].hidden, length, 4 * K):.1f}" for length in lengths),
+            *(
+                f"{dataset_flops_ratio(MODELS[name].hidden, length, 4 * K):.1f}"
+                for length in lengths
+            ),
             f"{at_a_million:.1f}",
         )
         for name, at_a_million in published.items()
@@ -141,25 +185,48 @@ def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
     return (6 * hidden + length) / (6 * hidden + base_length)
 
 
-def longest_contexts(kind: str, devices: int, model: str) -> tuple[Setting, Setting | None]:
+def longest_contexts(
+    kind: str, devices: int, model: str
+) -> tuple[Setting, Setting | None]:
     """How the longest sequence is held, in bfloat16 over float32 state: on the devices, and with their hosts' help
     where these are known.
     """
     device = DEVICES[kind]
-    alone = Question(shape=MODELS[model], device=replace(device, host_bandwidth=0.0), devices=devices, length=1)
+    alone = Question(
+        shape=MODELS[model],
+        device=replace(device, host_bandwidth=0.0),
+        devices=devices,
+        length=1,
+    )
     on_devices = longest_setting(alone)
     assert on_devices is not None, "every published model fits its devices"
-    return on_devices, longest_setting(replace(alone, device=device)) if device.host_bandwidth else None
+    return on_devices, longest_setting(
+        replace(alone, device=device)
+    ) if device.host_bandwidth else None
 
 
-def _context_row(title: str, kind: str, devices: int, model: str, blockwise: int, ring: int) -> tuple[str, ...]:
+def _context_row(
+    title: str, kind: str, devices: int, model: str, blockwise: int, ring: int
+) -> tuple[str, ...]:
     shape, device = MODELS[model], DEVICES[kind]
-    as_published = Setting(length=ring * K, ring=devices, checkpoint="full", compute_dtype="float32", on_gpu=False)
+    as_published = Setting(
+        length=ring * K,
+        ring=devices,
+        checkpoint="full",
+        compute_dtype="float32",
+        on_gpu=False,
+    )
     need = training_memory(shape, as_published).peak_bytes
     on_devices, with_host = longest_contexts(kind, devices, model)
     memory = training_memory(shape, on_devices)
-    again = on_devices.number_bytes * shape.hidden * (on_devices.layers_per_checkpoint - 1)
-    kept = on_devices.tokens * (saved_per_token(shape, on_devices, shape.layers) + again) / memory.peak_bytes
+    again = (
+        on_devices.number_bytes * shape.hidden * (on_devices.layers_per_checkpoint - 1)
+    )
+    kept = (
+        on_devices.tokens
+        * (saved_per_token(shape, on_devices, shape.layers) + again)
+        / memory.peak_bytes
+    )
     return (
         title,
         model,
@@ -178,7 +245,9 @@ def contexts() -> str:
     """The longest context of each published row, and what we reach on the same devices."""
     rows = [_context_row(*row) for row in PUBLISHED_CONTEXT]
     ours = ("ours", "ours / ring", "bound by", "with hosts", "with hosts / ring")
-    return _table(("hardware", "model", "blockwise", "ring", "published, our bytes", *ours), rows)
+    return _table(
+        ("hardware", "model", "blockwise", "ring", "published, our bytes", *ours), rows
+    )
 
 
 def utilizations() -> str:
@@ -189,17 +258,45 @@ def utilizations() -> str:
         ("llama-13b", "a100-80gb", 32, 2048),
         ("llama-30b", "tpu-v4", 512, 2048),
     ):
-        cells = [_mfu(model, DEVICES[kind], devices, length * K) for length in (4, 32, published, 2 * published)]
-        rows.append((model, f"{devices} x {DEVICES[kind].title}", f"{published:,}K", *cells))
-    return _table(("model", "devices", "published", "4K", "32K", "published length", "twice that"), rows)
+        cells = [
+            _mfu(model, DEVICES[kind], devices, length * K)
+            for length in (4, 32, published, 2 * published)
+        ]
+        rows.append(
+            (model, f"{devices} x {DEVICES[kind].title}", f"{published:,}K", *cells)
+        )
+    return _table(
+        (
+            "model",
+            "devices",
+            "published",
+            "4K",
+            "32K",
+            "published length",
+            "twice that",
+        ),
+        rows,
+    )
 
 
 def _mfu(model: str, device: Device, devices: int, length: int) -> str:
     """Of the plan for 4M tokens per step, or for one sequence if it is longer; with the ring that the plan chose."""
     batch = max(devices, (4096 * K) // length) if length <= 32 * K else 1
-    plan = make_plan(Question(shape=MODELS[model], device=device, devices=devices, length=length, batch=batch))
+    plan = make_plan(
+        Question(
+            shape=MODELS[model],
+            device=device,
+            devices=devices,
+            length=length,
+            batch=batch,
+        )
+    )
     split = f", tp {plan.setting.tp}" if plan.setting.tp > 1 else ""
-    return f"{plan.cost.mfu:.0%} (ring {plan.setting.ring}{split})" if plan.fits else "does not fit"
+    return (
+        f"{plan.cost.mfu:.0%} (ring {plan.setting.ring}{split})"
+        if plan.fits
+        else "does not fit"
+    )
 
 
 def fine_tuning() -> str:
@@ -209,8 +306,14 @@ def fine_tuning() -> str:
     four = replace(plain, ring=4)
     rows: list[tuple[str, Memory]] = [
         ("1K, one device", training_memory(shape, plain)),
-        ("1K a device, four devices", training_memory(shape, replace(four, length=4 * K))),
-        ("8K a device, four devices", training_memory(shape, replace(four, length=32 * K))),
+        (
+            "1K a device, four devices",
+            training_memory(shape, replace(four, length=4 * K)),
+        ),
+        (
+            "8K a device, four devices",
+            training_memory(shape, replace(four, length=32 * K)),
+        ),
         ("8K on a ring of four", training_memory(shape, replace(four, length=8 * K))),
         ("8K on a ring of four, attention kept", _with(four, 8 * K, "attention")),
         ("118K on a ring of four, attention kept", _with(four, 118 * K, "attention")),
@@ -222,14 +325,21 @@ def fine_tuning() -> str:
         ),
     ]
     table = [
-        (name, *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes), f"{memory.peak_bytes / 1e9:.1f}", memory.moment)
+        (
+            name,
+            *(f"{memory.bytes[c] / 1e9:.1f}" for c in memory.bytes),
+            f"{memory.peak_bytes / 1e9:.1f}",
+            memory.moment,
+        )
         for name, memory in rows
     ]
     return _table(("GB per device", *CATEGORIES, "peak", "highest moment"), table)
 
 
 def _with(setting: Setting, length: int, checkpoint: str) -> Memory:
-    return training_memory(MODELS["llama-3.1-8b"], replace(setting, length=length, checkpoint=checkpoint))
+    return training_memory(
+        MODELS["llama-3.1-8b"], replace(setting, length=length, checkpoint=checkpoint)
+    )
 
 
 def longest_fine_tuning() -> str:
@@ -237,15 +347,32 @@ def longest_fine_tuning() -> str:
     rows = []
     for devices in (1, 4, 8, 32, 128):
         cells = []
-        for kind, with_hosts in (("h100-80gb", False), ("h100-80gb", True), ("h200", False), ("h200", True)):
+        for kind, with_hosts in (
+            ("h100-80gb", False),
+            ("h100-80gb", True),
+            ("h200", False),
+            ("h200", True),
+        ):
             for dtype in ("bfloat16", "float32"):
-                device = DEVICES[kind] if with_hosts else replace(DEVICES[kind], host_bandwidth=0.0)
+                device = (
+                    DEVICES[kind]
+                    if with_hosts
+                    else replace(DEVICES[kind], host_bandwidth=0.0)
+                )
                 options = {"devices": devices, "length": 1, "parameter_dtype": dtype}
-                setting = longest_setting(Question(shape=MODELS["llama-3.1-8b"], device=device, **options))
+                setting = longest_setting(
+                    Question(shape=MODELS["llama-3.1-8b"], device=device, **options)
+                )
                 cells.append(f"{setting.length // K:,}K" if setting else "no")
         rows.append((str(devices), *cells))
     kinds = ("H100", "H100 and hosts", "H200", "H200 and hosts")
-    return _table(("devices", *(f"{kind}, {state} state" for kind in kinds for state in ("bf16", "fp32"))), rows)
+    return _table(
+        (
+            "devices",
+            *(f"{kind}, {state} state" for kind in kinds for state in ("bf16", "fp32")),
+        ),
+        rows,
+    )
 
 
 def longest_qlora() -> str:
@@ -261,8 +388,13 @@ def longest_qlora() -> str:
                 length=1,
                 parameter_dtype="bfloat16",
             )
-            found = [longest_setting(replace(asked, devices=devices)) for devices in (1, 2, 4, 8)]
-            cells = [f"{setting.length // K:,}K" if setting else "no" for setting in found]
+            found = [
+                longest_setting(replace(asked, devices=devices))
+                for devices in (1, 2, 4, 8)
+            ]
+            cells = [
+                f"{setting.length // K:,}K" if setting else "no" for setting in found
+            ]
             rows.append((model, f"{device.memory_bytes / 1e9:.0f} GB", *cells))
     return _table(("model", "device", "1", "2", "4", "8"), rows)
 
@@ -272,7 +404,9 @@ def folded() -> str:
     rows = []
     for kind, devices in (("h100-80gb", 1), ("h200", 1), ("h100-80gb", 8), ("h200", 8)):
         device = replace(DEVICES[kind], host_memory_bytes=2 * 10**12 // devices)
-        question = Question(shape=MODELS["llama-3.1-8b"], device=device, devices=devices, length=1)
+        question = Question(
+            shape=MODELS["llama-3.1-8b"], device=device, devices=devices, length=1
+        )
         if devices == 1:  # the state of 8B parameters in float32 fits no 80 GB
             question = replace(question, parameter_dtype="bfloat16")
         in_folds = replace(question, folds=0)
@@ -288,12 +422,31 @@ def folded() -> str:
                 f"{training_memory(question.shape, many).needed_bytes / 1e9:.0f} GB",
                 f"{host_bytes(question.shape, many) / 1e9:,.0f} GB",
                 f"{cost.attention_seconds / 3600:.2f}",
-                *(f"{each / 60:.1f}" for each in (cost.host_seconds, cost.gather_seconds)),
+                *(
+                    f"{each / 60:.1f}"
+                    for each in (cost.host_seconds, cost.gather_seconds)
+                ),
                 f"{cost.seconds / 3600:.2f}",
             )
         )
-    head = ("devices", "one pass, limit", "in folds, limit", "folds", "a device holds", "its host")
-    return _table((*head, "attention (hours)", "host copies (minutes)", "weights (minutes)", "step (hours)"), rows)
+    head = (
+        "devices",
+        "one pass, limit",
+        "in folds, limit",
+        "folds",
+        "a device holds",
+        "its host",
+    )
+    return _table(
+        (
+            *head,
+            "attention (hours)",
+            "host copies (minutes)",
+            "weights (minutes)",
+            "step (hours)",
+        ),
+        rows,
+    )
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
@@ -318,7 +471,9 @@ def fill(text: str) -> str:
             return match[0]
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- table ([a-z-]+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- table ([a-z-]+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL
+    )
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

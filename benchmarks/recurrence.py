@@ -47,7 +47,11 @@ KINDS: Final = ("gated delta rule", "mamba-2", "lightning attention")
 def spans_of(ranks: int, tokens: int = TOKENS) -> CustomLayout:
     """All spans of a zigzag ring, on one rank; of a ring of one, the whole sequence."""
     starts = [place.start for place in places_of(rs.Layout("zigzag", tokens, ranks))]
-    return CustomLayout.of([[(a, b - a) for a, b in pairwise((*starts, tokens))]] if ranks > 1 else [[(0, tokens)]])
+    return CustomLayout.of(
+        [[(a, b - a) for a, b in pairwise((*starts, tokens))]]
+        if ranks > 1
+        else [[(0, tokens)]]
+    )
 
 
 def remember(arguments: dict[str, Any]) -> None:
@@ -65,20 +69,33 @@ def errors(kind: str) -> dict[str, Any]:
     layer = LAYERS[kind]
     arguments = inputs(kind, 1, TOKENS, size=16)
     remember(arguments)
-    arguments |= {name: 64 for name in ("chunk_size", "block_tokens") if name in arguments}
+    arguments |= {
+        name: 64 for name in ("chunk_size", "block_tokens") if name in arguments
+    }
 
     def results(dtype: torch.dtype, ranks: int) -> list[Tensor]:
-        leaves = {name: x.to(dtype).requires_grad_() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        out = recurrence(layer.rule, layer.of(dtype), leaves, SequencePass((spans_of(ranks),), None))
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        leaves = {
+            name: x.to(dtype).requires_grad_() if isinstance(x, Tensor) else x
+            for name, x in arguments.items()
+        }
+        out = recurrence(
+            layer.rule, layer.of(dtype), leaves, SequencePass((spans_of(ranks),), None)
+        )
+        weights = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         tensors = [x for x in leaves.values() if isinstance(x, Tensor)]
-        return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), tensors)]
+        return [
+            out.detach(),
+            *torch.autograd.grad((out * weights.to(dtype)).sum(), tensors),
+        ]
 
     truth = results(torch.float64, 1)
     rows = []
     for ranks in RANKS:
         found = [
-            float((x.double() - y).norm() / y.norm()) for x, y in zip(results(torch.float32, ranks), truth, strict=True)
+            float((x.double() - y).norm() / y.norm())
+            for x, y in zip(results(torch.float32, ranks), truth, strict=True)
         ]
         rows.append({"ranks": ranks, "out": found[0], "worst_gradient": max(found[1:])})
         print(kind, rows[-1], flush=True)
@@ -92,13 +109,20 @@ def measure_bytes(length: int) -> dict[str, int]:
     sent: dict[str, int] = {}
     for kind in KINDS:
         arguments = inputs(kind, 1, length // 2, size=16)
-        leaves = {key: x.float().requires_grad_() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+        leaves = {
+            key: x.float().requires_grad_() if isinstance(x, Tensor) else x
+            for key, x in arguments.items()
+        }
         before = COUNTERS.sent_bytes
-        recurrence(LAYERS[kind].rule, LAYERS[kind].of(torch.float32), leaves, sequences).sum().backward()
+        recurrence(
+            LAYERS[kind].rule, LAYERS[kind].of(torch.float32), leaves, sequences
+        ).sum().backward()
         sent[kind] = COUNTERS.sent_bytes - before
     x, weight = torch.randn(1, 32, length // 2, requires_grad=True), torch.randn(32, 4)
     before = COUNTERS.sent_bytes
-    convolution(module_of("lfm2", torch.float32)["causal_conv1d_fn"], x, weight, None, sequences).sum().backward()
+    convolution(
+        module_of("lfm2", torch.float32)["causal_conv1d_fn"], x, weight, None, sequences
+    ).sum().backward()
     return sent | {"convolution": COUNTERS.sent_bytes - before}
 
 
@@ -121,7 +145,11 @@ def small_hybrid(length: int) -> Any:
         max_position_embeddings=length,
         use_cache=False,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        .float()
+        .train()
+    )
 
 
 def step_of(model: Any, optimizer: Any, batch: dict[str, Tensor]) -> None:
@@ -133,7 +161,9 @@ def step_of(model: Any, optimizer: Any, batch: dict[str, Tensor]) -> None:
 def measure_step(length: int, layout: Any, repeats: int) -> dict[str, Any]:
     """On each of two ranks of one thread; the first also runs one process of two threads, in turns."""
     mesh = rs.init_mesh(ring=2)
-    tokens = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 4096, (1, length), generator=torch.Generator().manual_seed(0)
+    )
     batch = {"input_ids": tokens, "labels": tokens}
     model = rs.parallelize(small_hybrid(length), mesh, layout=layout, checkpoint="full")
     part = rs.shard_batch(batch, mesh, layout=layout)
@@ -142,8 +172,12 @@ def measure_step(length: int, layout: Any, repeats: int) -> dict[str, Any]:
     if dist.get_rank() == 0:
         plain = small_hybrid(length)
         checkpoint_layers(view_of(plain), "full")
-        theirs = partial(step_of, plain, torch.optim.AdamW(plain.parameters(), lr=1e-4), batch)
-    pairs = [(timed(ours, threads=1), timed(theirs, threads=2)) for _ in range(repeats + 1)][1:]
+        theirs = partial(
+            step_of, plain, torch.optim.AdamW(plain.parameters(), lr=1e-4), batch
+        )
+    pairs = [
+        (timed(ours, threads=1), timed(theirs, threads=2)) for _ in range(repeats + 1)
+    ][1:]
     return {
         "layout": layout,
         "length": length,
@@ -159,19 +193,33 @@ def second_pass(kind: str, tokens: int, repeats: int) -> dict[str, Any]:
     """
     layer, size = LAYERS[kind], 64
     arguments = inputs(kind, 1, tokens, heads=4, size=size)
-    arguments |= {name: 64 for name in ("chunk_size", "block_tokens") if name in arguments}
-    leaves = {key: x.float().requires_grad_() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+    arguments |= {
+        name: 64 for name in ("chunk_size", "block_tokens") if name in arguments
+    }
+    leaves = {
+        key: x.float().requires_grad_() if isinstance(x, Tensor) else x
+        for key, x in arguments.items()
+    }
     tensors = [x for x in leaves.values() if isinstance(x, Tensor)]
 
     def run(ranks: int, *, backward: bool) -> None:
-        out = recurrence(layer.rule, layer.of(torch.float32), leaves, SequencePass((spans_of(ranks, tokens),), None))
+        out = recurrence(
+            layer.rule,
+            layer.of(torch.float32),
+            leaves,
+            SequencePass((spans_of(ranks, tokens),), None),
+        )
         if backward:
             torch.autograd.grad(out.sum(), tensors)
 
     found = {}
     for name, backward in (("ratio_forward", False), ("ratio_forward_backward", True)):
         pairs = [
-            [timed(partial(run, ranks, backward=backward), threads=1) for ranks in (2, 1)] for _ in range(repeats + 1)
+            [
+                timed(partial(run, ranks, backward=backward), threads=1)
+                for ranks in (2, 1)
+            ]
+            for _ in range(repeats + 1)
         ]
         found[name] = median(a / b for a, b in pairs[1:])
     return {"layer": kind, "tokens": tokens, **found}
@@ -179,7 +227,9 @@ def second_pass(kind: str, tokens: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["error", "bytes", "step", "second-pass"])
+    parser.add_argument(
+        "what", nargs="*", default=["error", "bytes", "step", "second-pass"]
+    )
     parser.add_argument("--length", type=int, default=4096)
     chosen = parser.parse_args()
     machine = describe_machine()
@@ -190,21 +240,53 @@ def main() -> None:
             "machine": machine,
             "layers": [*map(errors, KINDS)],
         }
-        (RESULTS / "recurrence-error-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (RESULTS / "recurrence-error-cpu.json").write_text(
+            json.dumps(facts, indent=1) + "\n"
+        )
     if "bytes" in chosen.what:
-        rows = [{"length": length, "sent_bytes": launch(measure_bytes, 2, length, threads=1)} for length in LENGTHS]
-        facts = {"command": "python -m benchmarks.recurrence bytes", "machine": machine, "rows": rows}
-        (RESULTS / "recurrence-bytes-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        rows = [
+            {
+                "length": length,
+                "sent_bytes": launch(measure_bytes, 2, length, threads=1),
+            }
+            for length in LENGTHS
+        ]
+        facts = {
+            "command": "python -m benchmarks.recurrence bytes",
+            "machine": machine,
+            "rows": rows,
+        }
+        (RESULTS / "recurrence-bytes-cpu.json").write_text(
+            json.dumps(facts, indent=1) + "\n"
+        )
         print(json.dumps(rows))
     if "step" in chosen.what:
-        rows = [launch(measure_step, 2, chosen.length, layout, 3, threads=1)[0] for layout in ("zigzag", "contiguous")]
-        facts = {"command": "python -m benchmarks.recurrence step", "machine": machine, "rows": rows}
-        (RESULTS / "recurrence-step-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        rows = [
+            launch(measure_step, 2, chosen.length, layout, 3, threads=1)[0]
+            for layout in ("zigzag", "contiguous")
+        ]
+        facts = {
+            "command": "python -m benchmarks.recurrence step",
+            "machine": machine,
+            "rows": rows,
+        }
+        (RESULTS / "recurrence-step-cpu.json").write_text(
+            json.dumps(facts, indent=1) + "\n"
+        )
         print(json.dumps(rows))
     if "second-pass" in chosen.what:
-        rows = [launch(second_pass, 1, kind, chosen.length, 5, threads=1)[0] for kind in KINDS]
-        facts = {"command": "python -m benchmarks.recurrence second-pass", "machine": machine, "rows": rows}
-        (RESULTS / "recurrence-second-pass-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+        rows = [
+            launch(second_pass, 1, kind, chosen.length, 5, threads=1)[0]
+            for kind in KINDS
+        ]
+        facts = {
+            "command": "python -m benchmarks.recurrence second-pass",
+            "machine": machine,
+            "rows": rows,
+        }
+        (RESULTS / "recurrence-second-pass-cpu.json").write_text(
+            json.dumps(facts, indent=1) + "\n"
+        )
         print(json.dumps(rows))
 
 

@@ -33,15 +33,40 @@ def files() -> str:
     rows: list[Sequence[object]] = []
     for path in sorted(RESULTS.glob("*.json")):
         found = list(_facts(read(path.stem)))
-        commands = list(dict.fromkeys(each["command"] for each in found if "command" in each))
+        commands = list(
+            dict.fromkeys(each["command"] for each in found if "command" in each)
+        )
         machines = [each["machine"] for each in found if "machine" in each]
-        first = commands[0] if commands else _COMMANDS.get(path.stem) or _COMMANDS[path.stem.partition("-")[0]]
-        made = f"`{first.partition(' (')[0]}`" + (f" and {len(commands) - 1} more" if len(commands) > 1 else "")
-        processor = machines[0]["processor"].replace("(R)", "").replace(" Processor", "") if machines else "any"
-        machine = f"{processor}, torch {machines[0]['torch'].partition('+')[0]}" if machines else processor
+        first = (
+            commands[0]
+            if commands
+            else _COMMANDS.get(path.stem) or _COMMANDS[path.stem.partition("-")[0]]
+        )
+        made = f"`{first.partition(' (')[0]}`" + (
+            f" and {len(commands) - 1} more" if len(commands) > 1 else ""
+        )
+        processor = (
+            machines[0]["processor"].replace("(R)", "").replace(" Processor", "")
+            if machines
+            else "any"
+        )
+        machine = (
+            f"{processor}, torch {machines[0]['torch'].partition('+')[0]}"
+            if machines
+            else processor
+        )
         dates = sorted({each["date"] for each in machines if "date" in each})
-        committed = f"{_COMMITTED[path.stem]} (committed)" if path.stem in _COMMITTED else ""
-        rows.append((f"[{path.stem}](../benchmarks/results/{path.name})", made, machine, (dates or [committed])[-1]))
+        committed = (
+            f"{_COMMITTED[path.stem]} (committed)" if path.stem in _COMMITTED else ""
+        )
+        rows.append(
+            (
+                f"[{path.stem}](../benchmarks/results/{path.name})",
+                made,
+                machine,
+                (dates or [committed])[-1],
+            )
+        )
     return table(("file", "command", "machine", "date"), rows, left=4)
 
 

@@ -29,18 +29,28 @@ CHANCE: Final = "chance"
 
 def main(folder: Path) -> None:
     """Write both."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("lines-*.json"))]
+    found = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(folder.glob("lines-*.json"))
+    ]
     asked = [{"model": each["model"], **row} for each in found for row in each["rows"]]
     lengths = sorted({row["length"] for row in asked})
-    by_chance = [{"model": CHANCE, "length": length, "accuracy": chance(length)} for length in lengths]
+    by_chance = [
+        {"model": CHANCE, "length": length, "accuracy": chance(length)}
+        for length in lengths
+    ]
     rows = [*asked, *by_chance]
     facts = {
         "command": "python -m benchmarks.retrieval runs/retrieval",
         "machine": describe_machine(),
-        "notes": (folder / "notes.txt").read_text(encoding="utf-8") if (folder / "notes.txt").is_file() else "",
+        "notes": (folder / "notes.txt").read_text(encoding="utf-8")
+        if (folder / "notes.txt").is_file()
+        else "",
         "rows": rows,
         "training": {
-            name: json.loads((folder / name / "history.json").read_text(encoding="utf-8"))
+            name: json.loads(
+                (folder / name / "history.json").read_text(encoding="utf-8")
+            )
             for name in ("short", "extended", "unextended")
         },
     }
@@ -58,10 +68,18 @@ def accuracies() -> str:
     rows = read(RESULT.stem)["rows"]
     found = {(row["model"], row["length"]): row for row in rows}
     lengths = sorted({row["length"] for row in rows})
-    models = {"extended": "extended", "unextended": "not extended", "untrained": "untrained", CHANCE: CHANCE}
+    models = {
+        "extended": "extended",
+        "unextended": "not extended",
+        "untrained": "untrained",
+        CHANCE: CHANCE,
+    }
     return table(
         ("tokens", *models.values()),
-        [(f"{length:,}", *(_shown(found.get((model, length))) for model in models)) for length in lengths],
+        [
+            (f"{length:,}", *(_shown(found.get((model, length))) for model in models))
+            for length in lengths
+        ],
     )
 
 
@@ -77,7 +95,10 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """A curve per model."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     shown = [{"low": None, "items": 0, **row} for row in rows]
-    curves = [{"model": name, "rows": [row for row in shown if row["model"] == name]} for name in names]
+    curves = [
+        {"model": name, "rows": [row for row in shown if row["model"] == name]}
+        for name in names
+    ]
     save_picture(curves, PICTURE)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTION = (
-    "ringspan bench attention --ranks 2 --length {length} --dtype {dtype} --kv-heads {kv_heads} --repeats 7 --json"
+    "ringspan bench attention --ranks 2 --length {length} --dtype {dtype} "
+    "--kv-heads {kv_heads} --repeats 7 --json"
 )
 COMMANDS = {
     "attention": [
@@ -26,7 +27,10 @@ COMMANDS = {
         for mask in ("causal", "window:1024")
         for route in ("ring", "bidirectional", "all-gather", "pass-q", "ulysses")
     ],
-    "step": [f"ringspan bench step --length 8192 --dtype {dtype} --json" for dtype in ("float32", "bfloat16")],
+    "step": [
+        f"ringspan bench step --length 8192 --dtype {dtype} --json"
+        for dtype in ("float32", "bfloat16")
+    ],
     "context": [
         "python -m benchmarks.context --budget 4e9 --options off --dtype bfloat16",
         "python -m benchmarks.context --budget 16e9 --options off --dtype bfloat16",
@@ -55,8 +59,14 @@ def main() -> None:
         rows = []
         for command in COMMANDS[name]:
             print(command, file=sys.stderr, flush=True)
-            arguments = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
-            done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True)
+            arguments = [
+                sys.executable,
+                "-m",
+                *shlex.split(command.removeprefix("python -m ")),
+            ]
+            done = subprocess.run(
+                arguments, stdout=subprocess.PIPE, text=True, check=True
+            )
             rows.append({"command": command, "result": json.loads(done.stdout)})
         (RESULTS / f"{name}-cpu.json").write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -48,9 +48,17 @@ DOCUMENTS: Final[dict[str, Callable[[int], list[int]]]] = {
 def custom(total: int, ranks: int) -> CustomLayout:
     """Runs of random lengths, dealt out at random."""
     numbers = np.random.default_rng(0)
-    edges = [0, *np.sort(numbers.choice(total - 1, RUNS * ranks - 1, replace=False) + 1).tolist(), total]
+    edges = [
+        0,
+        *np.sort(
+            numbers.choice(total - 1, RUNS * ranks - 1, replace=False) + 1
+        ).tolist(),
+        total,
+    ]
     parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for run, owner in enumerate(numbers.permutation(np.arange(RUNS * ranks) % ranks).tolist()):
+    for run, owner in enumerate(
+        numbers.permutation(np.arange(RUNS * ranks) % ranks).tolist()
+    ):
         parts[owner].append((edges[run], edges[run + 1] - edges[run]))
     return CustomLayout.of(parts, total)
 
@@ -80,10 +88,23 @@ def row(documents: str, layout: str, ranks: int) -> dict[str, Any]:
             continue
         solving.append(solved - began)
         seconds.append(process_time() - solved)
-    found = {"documents": documents, "num_documents": len(lengths), "ranks": ranks, "layout": layout, "tiles": tiles}
-    found |= {"median_seconds": round(median(seconds), 4), "best_seconds": round(min(seconds), 4)}
+    found = {
+        "documents": documents,
+        "num_documents": len(lengths),
+        "ranks": ranks,
+        "layout": layout,
+        "tiles": tiles,
+    }
+    found |= {
+        "median_seconds": round(median(seconds), 4),
+        "best_seconds": round(min(seconds), 4),
+    }
     found |= {"peak_megabytes": round(peak / 1e6, 1)}
-    return found | ({"solver_median_seconds": round(median(solving), 4)} if layout == "balanced" else {})
+    return found | (
+        {"solver_median_seconds": round(median(solving), 4)}
+        if layout == "balanced"
+        else {}
+    )
 
 
 def rows(most_ranks: int) -> Iterator[dict[str, Any]]:
@@ -98,11 +119,21 @@ def rows(most_ranks: int) -> Iterator[dict[str, Any]]:
 
 def main(version: str = "rows", most_ranks: str = "1024") -> None:
     """Measure and write."""
-    facts: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if version != "rows" else {}
+    facts: dict[str, Any] = (
+        json.loads(RESULT.read_text(encoding="utf-8")) if version != "rows" else {}
+    )
     if version == "rows":
         command = "OMP_NUM_THREADS=1 python -m benchmarks.schedules"
-        facts = {"command": command, "machine": describe_machine(), "numpy": np.__version__, "tokens_per_rank": TOKENS}
-    RESULT.write_text(json.dumps(facts | {version: list(rows(int(most_ranks)))}, indent=1) + "\n", encoding="utf-8")
+        facts = {
+            "command": command,
+            "machine": describe_machine(),
+            "numpy": np.__version__,
+            "tokens_per_rank": TOKENS,
+        }
+    RESULT.write_text(
+        json.dumps(facts | {version: list(rows(int(most_ranks)))}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def measure(mesh: DeviceMesh) -> dict[str, Any]:
         "rows": {"input_ids": torch.stack(rows), "labels": torch.stack(labels)},
     }
     found: dict[str, Any] = {
-        name: {"tokens": batch["input_ids"].numel(), "seconds": []} for name, batch in ways.items()
+        name: {"tokens": batch["input_ids"].numel(), "seconds": []}
+        for name, batch in ways.items()
     }
     for number in range(REPEATS + 1):
         for name, batch in ways.items():

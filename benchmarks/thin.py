@@ -9,7 +9,13 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.torch.kernels import KERNELS, registered
-from ringspan.torch.kernels.contract import BackwardInputs, InPlace, Kernel, Returning, Scores
+from ringspan.torch.kernels.contract import (
+    BackwardInputs,
+    InPlace,
+    Kernel,
+    Returning,
+    Scores,
+)
 
 _Kernel = TypeVar("_Kernel", bound=Kernel)
 
@@ -24,7 +30,11 @@ class _Thinned(Generic[_Kernel]):
     """
 
     def __init__(self, kernel: _Kernel, every: int) -> None:
-        self.name, self.why_not, self.launches = kernel.name, kernel.why_not, kernel.launches
+        self.name, self.why_not, self.launches = (
+            kernel.name,
+            kernel.why_not,
+            kernel.launches,
+        )
         self._kernel, self._every = kernel, every
         self.memory = kernel.memory
 
@@ -33,11 +43,15 @@ class _Thinned(Generic[_Kernel]):
 
     def _few_of(self, given: BackwardInputs) -> BackwardInputs:
         dout, q, k, v, out, lse = given
-        return BackwardInputs(self._few(dout), self._few(q), k, v, self._few(out), self._few(lse))
+        return BackwardInputs(
+            self._few(dout), self._few(q), k, v, self._few(out), self._few(lse)
+        )
 
     def _of_few(self, launch: KernelLaunch) -> KernelLaunch:
         rows = -(-launch.num_rows // self._every)
-        return replace(launch, q1=launch.q0 + rows, tiles=(Tile.full(0, rows, 0, launch.num_keys),))
+        return replace(
+            launch, q1=launch.q0 + rows, tiles=(Tile.full(0, rows, 0, launch.num_keys),)
+        )
 
 
 class Thinned(_Thinned[Returning]):
@@ -45,8 +59,12 @@ class Thinned(_Thinned[Returning]):
 
     adds_in_place: Literal[False] = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
-        out, lse = self._kernel.forward(self._few(q), k, v, self._of_few(launch), scores)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self._kernel.forward(
+            self._few(q), k, v, self._of_few(launch), scores
+        )
         return self._as_many(out, launch), self._as_many(lse, launch)
 
     def backward(
@@ -55,7 +73,9 @@ class Thinned(_Thinned[Returning]):
         launch: KernelLaunch,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self._kernel.backward(self._few_of(given), self._of_few(launch), scores)
+        dq, dk, dv = self._kernel.backward(
+            self._few_of(given), self._of_few(launch), scores
+        )
         return self._as_many(dq, launch), dk, dv
 
     def _as_many(self, rows: Tensor, launch: KernelLaunch) -> Tensor:
@@ -68,10 +88,19 @@ class ThinnedInPlace(_Thinned[InPlace]):
     adds_in_place: Literal[True] = True
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
+        out: Tensor,
+        lse: Tensor,
     ) -> None:
         few = self._few(out), self._few(lse)
-        self._kernel.forward_into(self._few(q), k, v, self._of_few(launch), scores, *few)
+        self._kernel.forward_into(
+            self._few(q), k, v, self._of_few(launch), scores, *few
+        )
         self._spread(out)
         self._spread(lse)
 
@@ -84,7 +113,9 @@ class ThinnedInPlace(_Thinned[InPlace]):
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        self._kernel.backward_into(self._few_of(given), self._of_few(launch), scores, self._few(dq), dk, dv)
+        self._kernel.backward_into(
+            self._few_of(given), self._of_few(launch), scores, self._few(dq), dk, dv
+        )
         self._spread(dq)
 
     def _spread(self, rows: Tensor) -> None:
@@ -97,5 +128,10 @@ def thin_attention(every: int) -> AbstractContextManager[None]:
     """Compute one row in ``every`` of attention on a CPU while this is active."""
     both = KERNELS["cpu"], KERNELS["eager"]
     return registered(
-        *(ThinnedInPlace(one, every) if one.adds_in_place is True else Thinned(one, every) for one in both)
+        *(
+            ThinnedInPlace(one, every)
+            if one.adds_in_place is True
+            else Thinned(one, every)
+            for one in both
+        )
     )

@@ -66,17 +66,33 @@ def tpus(topology: str, **axes: int) -> Mesh:
     """A mesh of TPUs that are described and not there; one ring when no axes are given."""
     devices = np.array(topologies.get_topology_desc(topology, platform="tpu").devices)
     axes = axes or {"sp": devices.size}
-    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(
+        devices.reshape(tuple(axes.values())),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
 
 
-def both_passes(mesh: Mesh, tokens: int, heads: tuple[int, int], size: int, dtype: Any, **options: Any) -> Any:
+def both_passes(
+    mesh: Mesh,
+    tokens: int,
+    heads: tuple[int, int],
+    size: int,
+    dtype: Any,
+    **options: Any,
+) -> Any:
     """Forward and backward of so many tokens per device, lowered for a TPU."""
     split = NamedSharding(mesh, P(None, None, "sp"))
     length = tokens * mesh.shape["sp"]
-    inputs = [jax.ShapeDtypeStruct((1, h, length, size), dtype, sharding=split) for h in (*heads, heads[1], heads[0])]
+    inputs = [
+        jax.ShapeDtypeStruct((1, h, length, size), dtype, sharding=split)
+        for h in (*heads, heads[1], heads[0])
+    ]
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, differentiate = jax.vjp(lambda *x: sharded_ring_attention(*x, mesh=mesh, **options), q, k, v)
+        out, differentiate = jax.vjp(
+            lambda *x: sharded_ring_attention(*x, mesh=mesh, **options), q, k, v
+        )
         return out, *differentiate(dout)
 
     return lowered(both, *inputs)
@@ -94,9 +110,13 @@ def covered_messages(program: str) -> list[bool]:
     for number, line in enumerate(lines):
         if start := re.search(r"%(collective-permute-start[\w.]*) = ", line):
             started[start[1]] = number
-        if done := re.search(r"collective-permute-done\(%(collective-permute-start[\w.]*)\)", line):
+        if done := re.search(
+            r"collective-permute-done\(%(collective-permute-start[\w.]*)\)", line
+        ):
             between = lines[started.pop(done[1]) : number]
-            found.append(any("tpu_custom_call" in one or " while(" in one for one in between))
+            found.append(
+                any("tpu_custom_call" in one or " while(" in one for one in between)
+            )
     assert not started, "a message that does not end"
     return found
 
@@ -106,22 +126,40 @@ def measure(topology: str, tokens: int, kernel: str) -> dict[str, Any]:
     mesh = tpus(topology)
     options = {"kernel": kernel, "query_chunk": 512, "key_chunk": 512}
     found = compiled(both_passes(mesh, tokens, (32, 8), 128, jnp.bfloat16, **options))
-    return {"topology": topology, "ring": mesh.size, "tokens_per_device": tokens, "kernel": kernel, **found}
+    return {
+        "topology": topology,
+        "ring": mesh.size,
+        "tokens_per_device": tokens,
+        "kernel": kernel,
+        **found,
+    }
 
 
 def measure_llama(topology: str, fsdp: int, ring: int, length: int) -> dict[str, Any]:
     """Loss and gradients of the model."""
     mesh = tpus(topology, dp=1, fsdp=fsdp, tp=1, sp=ring)
-    weights = nnx.eval_shape(lambda: Llama(LLAMA, {n: jnp.zeros(x, jnp.bfloat16) for n, x in LLAMA.shapes().items()}))
+    weights = nnx.eval_shape(
+        lambda: Llama(
+            LLAMA, {n: jnp.zeros(x, jnp.bfloat16) for n, x in LLAMA.shapes().items()}
+        )
+    )
     graph, state = nnx.split(weights)
     state = jax.tree.map(
-        lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), state, shardings(state, mesh)
+        lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
+        state,
+        shardings(state, mesh),
     )
     split = NamedSharding(mesh, P(BATCH_AXES, "sp"))
     ids = jax.ShapeDtypeStruct((fsdp, length), jnp.int32, sharding=split)
     batch = dict.fromkeys(("input_ids", "position_ids", "shift_labels"), ids)
     found = compiled(lowered(jax.value_and_grad(mean_loss(graph, mesh)), state, batch))
-    return {"topology": topology, "fsdp": fsdp, "ring": ring, "tokens_per_device": length // ring, **found}
+    return {
+        "topology": topology,
+        "fsdp": fsdp,
+        "ring": ring,
+        "tokens_per_device": length // ring,
+        **found,
+    }
 
 
 def compiled(program: Any) -> dict[str, Any]:
@@ -140,8 +178,12 @@ def compiled(program: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULT, help="the JSON file to write"
+    )
     output = parser.parse_args().output
     try:
         libtpu = version("libtpu")
@@ -149,7 +191,10 @@ def main() -> None:
         raise SystemExit("there is no libtpu; pip install 'jax[tpu]'") from None
     jax.config.update("jax_platforms", "cpu")
     results: dict[str, list[dict[str, Any]]] = {}
-    for name, measured, cases in (("attention", measure, CASES), ("llama-3.1-8b", measure_llama, LLAMA_CASES)):
+    for name, measured, cases in (
+        ("attention", measure, CASES),
+        ("llama-3.1-8b", measure_llama, LLAMA_CASES),
+    ):
         for case in cases:
             results.setdefault(name, []).append(measured(*case))
             print(name, json.dumps(results[name][-1]), file=sys.stderr)

@@ -78,7 +78,9 @@ class _Compiled:
     ``configs`` says in which ways, given the call's arguments and options.
     """
 
-    def __init__(self, capability: int, kernel: Any, configs: Callable[..., list[dict[str, int]]]) -> None:
+    def __init__(
+        self, capability: int, kernel: Any, configs: Callable[..., list[dict[str, int]]]
+    ) -> None:
         self._capability, self._kernel, self._configs = capability, kernel, configs
         self.rows: list[dict[str, Any]] = []
 
@@ -86,9 +88,14 @@ class _Compiled:
         return self._compile
 
     def _compile(self, *args: Any, **options: Any) -> None:
-        for config in self._configs(dict(zip(self._kernel.arg_names, args, strict=False)), **options):
+        for config in self._configs(
+            dict(zip(self._kernel.arg_names, args, strict=False)), **options
+        ):
             compiled = self._kernel.warmup(*args, grid=(1,), **(options | config))
-            names = {name.lower().removeprefix("num_"): number for name, number in config.items()}
+            names = {
+                name.lower().removeprefix("num_"): number
+                for name, number in config.items()
+            }
             shared = compiled.metadata.shared
             self.rows.append(
                 {
@@ -110,10 +117,16 @@ def _counted(ptx: str) -> dict[str, Any]:
         file.flush()
         command = [get_ptxas(int(found[2])).path, "-v"]
         command += [f"--gpu-name=sm_{found[1]}", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stderr
     registers, stored, loaded = (
         int(found[1]) if (found := re.search(pattern, told)) else 0
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+        for pattern in (
+            r"Used (\d+) registers",
+            r"(\d+) bytes spill stores",
+            r"(\d+) bytes spill loads",
+        )
     )
     return {"registers": registers, "spilled_bytes": [stored, loaded]}
 
@@ -140,7 +153,12 @@ def compiling(capability: int, blocks: slice) -> Iterator[list[_Compiled]]:
 
 
 def compile_all(
-    capability: int, dtype: torch.dtype, size: int, value_size: int, has_more: bool, blocks: slice = slice(None)
+    capability: int,
+    dtype: torch.dtype,
+    size: int,
+    value_size: int,
+    has_more: bool,
+    blocks: slice = slice(None),
 ) -> list[dict[str, Any]]:
     """Forward, backward and merge of one causal tile, by some of the block sizes that tuning would try there; with a
     soft cap and ALiBi when there is more.
@@ -160,17 +178,25 @@ def compile_all(
     sums = [x.float() for x in (q, k, v)]
     with compiling(capability, blocks) as kernels:
         triton_attention.forward_into(q, k, v, launch, scores, out.float(), lse)
-        triton_attention.backward_into(BackwardInputs(out, q, k, v, out, lse), launch, scores, *sums)
+        triton_attention.backward_into(
+            BackwardInputs(out, q, k, v, out, lse), launch, scores, *sums
+        )
         triton_merge.merge_many(out, lse, [(out.float(), lse), *[(out, lse)] * 7])
     return [row for kernel in kernels for row in kernel.rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULT, help="the JSON file to write"
+    )
     output = parser.parse_args().output
     if interprets_triton():
-        raise SystemExit("TRITON_INTERPRET=1 is set, and the interpreter compiles nothing; unset it")
+        raise SystemExit(
+            "TRITON_INTERPRET=1 is set, and the interpreter compiles nothing; unset it"
+        )
     results: list[dict[str, Any]] = []
     for case in CASES:
         capability, dtype, size, value_size, has_more = case
@@ -185,7 +211,11 @@ def main() -> None:
         for row in results[-1]["kernels"]:
             print(json.dumps(described | row), file=sys.stderr)
     command = shlex.join(["python", "-m", "benchmarks.triton_kernels", *sys.argv[1:]])
-    result = {"command": command, "machine": describe_machine() | {"triton": version("triton")}, "cases": results}
+    result = {
+        "command": command,
+        "machine": describe_machine() | {"triton": version("triton")},
+        "cases": results,
+    }
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

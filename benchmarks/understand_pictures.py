@@ -18,13 +18,25 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.steps import Compute, Part
 from ringspan.core.schedule.timing import Speeds, pair_flops, timeline
 from ringspan.core.schedule.workspace import Shape
-from ringspan.report.drawing import GRID, INK, PAPER, RANK_COLOURS, SOFT, canvas, line, rectangle, text
+from ringspan.report.drawing import (
+    GRID,
+    INK,
+    PAPER,
+    RANK_COLOURS,
+    SOFT,
+    canvas,
+    line,
+    rectangle,
+    text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SHAPE: Final = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, value_dim=64, itemsize=2)
+_SHAPE: Final = Shape(
+    batch=1, heads=1, kv_heads=1, head_dim=64, value_dim=64, itemsize=2
+)
 _RANKS: Final = 4
 _LSE: Final = "\u2113"  # as formulas write it
 
@@ -33,18 +45,33 @@ def partials_picture() -> "Figure":
     """One query and 32 keys in four blocks: attention over each block alone, and over all of them by their merge."""
     layout, query = Layout("contiguous", 32, _RANKS), np.array([20])
     random = np.random.default_rng(43)
-    q, k = random.standard_normal((1, 1, 1, 16)), random.standard_normal((1, 1, layout.length, 16))
+    q, k = (
+        random.standard_normal((1, 1, 1, 16)),
+        random.standard_normal((1, 1, layout.length, 16)),
+    )
 
     def attention(keys: np.ndarray) -> tuple[np.ndarray, float]:
         """Values are one-hot, so that the result is what each key weighs; and the log-sum-exp."""
         values = np.eye(layout.length)[keys][None, None]
-        out, lse = reference.attention(q, k[:, :, keys], values, causal().dense(query, keys), 1 / 6)
+        out, lse = reference.attention(
+            q, k[:, :, keys], values, causal().dense(query, keys), 1 / 6
+        )
         return out[0, 0, 0], lse.item()
 
     whole, lse = attention(np.arange(layout.length))
-    figure, page = canvas(640, 300, "Attention over four blocks alone, each times its weight, is attention over all.")
+    figure, page = canvas(
+        640,
+        300,
+        "Attention over four blocks alone, each times its weight, is attention over all.",
+    )
     text(page, 20, 18, "attention of query 20 over each block alone", strong=True)
-    text(page, 20, 174, f"times e^({_LSE} of the block \u2212 {_LSE} of all): attention over all keys", strong=True)
+    text(
+        page,
+        20,
+        174,
+        f"times e^({_LSE} of the block \u2212 {_LSE} of all): attention over all keys",
+        strong=True,
+    )
     for rank in range(_RANKS):
         keys, left = layout.positions(rank), 20 + rank * 152
         out, block_lse = attention(keys)
@@ -53,28 +80,55 @@ def partials_picture() -> "Figure":
         for floor, heights in ((112, out[keys]), (268, weight * out[keys])):
             line(page, (left, left + 144), (floor, floor), GRID, 1)
             _bars(page, left, floor, heights, RANK_COLOURS[rank])
-        number = f"{block_lse:.2f}" if np.isfinite(block_lse) else "\u2212∞: it sees no key"
+        number = (
+            f"{block_lse:.2f}" if np.isfinite(block_lse) else "\u2212∞: it sees no key"
+        )
         text(page, left + 72, 132, f"{_LSE} = {number}", anchor="center", size=11)
         text(page, left + 72, 194, f"× {weight:.2f}", anchor="center", size=11)
-        text(page, left + 72, 288, f"keys {keys[0]} to {keys[-1]}", SOFT, "center", size=11)
+        text(
+            page,
+            left + 72,
+            288,
+            f"keys {keys[0]} to {keys[-1]}",
+            SOFT,
+            "center",
+            size=11,
+        )
     return figure
 
 
-def _bars(page: "Axes", left: float, floor: float, heights: np.ndarray, colour: str) -> None:
+def _bars(
+    page: "Axes", left: float, floor: float, heights: np.ndarray, colour: str
+) -> None:
     for at, height in enumerate(heights.tolist()):
         if height:
-            tall = round(220 * height, 1)  # the last bits of a sum differ between machines
-            rectangle(page, left + at * 18 + 1, floor - tall, 16, tall, colour, title=f"{height:.3f}")
+            # the last bits of a sum differ between machines
+            tall = round(220 * height, 1)
+            rectangle(
+                page,
+                left + at * 18 + 1,
+                floor - tall,
+                16,
+                tall,
+                colour,
+                title=f"{height:.3f}",
+            )
 
 
 def overlap_picture() -> "Figure":
     """Four ranks, a full mask: blocks half as long, three quarters as long, and as long as the law asks for."""
     figure, page = canvas(
-        640, 330, "When ranks compute and wait, for blocks of half of, three quarters of, and all of F / B."
+        640,
+        330,
+        "When ranks compute and wait, for blocks of half of, three quarters of, and all of F / B.",
     )
     crossing = 512
     for number, (factor, title) in enumerate(
-        ((0.5, "c is half of F / B"), (0.75, "c is three quarters of F / B"), (1.0, "c = F / B: nobody waits"))
+        (
+            (0.5, "c is half of F / B"),
+            (0.75, "c is three quarters of F / B"),
+            (1.0, "c = F / B: nobody waits"),
+        )
     ):
         top = 26 + number * 98
         text(page, 4, top - 8, title, strong=True)
@@ -89,7 +143,14 @@ def overlap_picture() -> "Figure":
             _times(page, rank, stretches, top + rank * 18, scale)
     rectangle(page, 76, 312, 14, 11, "none", edge=SOFT)
     text(page, 96, 322, "waits for the block", SOFT, size=11)
-    text(page, 226, 322, "filled: computes, in the colour of the block's owner", SOFT, size=11)
+    text(
+        page,
+        226,
+        322,
+        "filled: computes, in the colour of the block's owner",
+        SOFT,
+        size=11,
+    )
     return figure
 
 
@@ -99,16 +160,31 @@ def _times(page: "Axes", rank: int, stretches: tuple, y: float, scale: float) ->
         x, width = 64 + stretch.start * scale, (stretch.stop - stretch.start) * scale
         if isinstance(stretch.event, Compute):
             owner = stretch.event.hop.owner
-            rectangle(page, x, y, width, 13, RANK_COLOURS[owner], edge=PAPER, title=f"block of rank {owner}")
+            rectangle(
+                page,
+                x,
+                y,
+                width,
+                13,
+                RANK_COLOURS[owner],
+                edge=PAPER,
+                title=f"block of rank {owner}",
+            )
         elif width > 0:
             rectangle(page, x, y, width, 13, "none", edge=SOFT, title="waits")
 
 
 def ulysses_picture() -> "Figure":
     """Tokens x heads: who holds what before the trade, and after it."""
-    figure, page = canvas(640, 268, "Ulysses: each rank has all heads of its tokens, then all tokens of its heads.")
+    figure, page = canvas(
+        640,
+        268,
+        "Ulysses: each rank has all heads of its tokens, then all tokens of its heads.",
+    )
     layout, heads = Layout("contiguous", 8, _RANKS), 8
-    owners = {p: rank for rank in range(_RANKS) for p in layout.positions(rank).tolist()}
+    owners = {
+        p: rank for rank in range(_RANKS) for p in layout.positions(rank).tolist()
+    }
     computing = {
         head: rank
         for rank, share in enumerate(member_heads(heads, heads, _RANKS))
@@ -125,9 +201,15 @@ def ulysses_picture() -> "Figure":
             for head in range(heads):
                 rank = owner(token, head)
                 rectangle(
-                    page, left + head * 25, 50 + token * 25, 25, 25, RANK_COLOURS[rank], edge=PAPER,
+                    page,
+                    left + head * 25,
+                    50 + token * 25,
+                    25,
+                    25,
+                    RANK_COLOURS[rank],
+                    edge=PAPER,
                     title=f"token {token}, head {head}: rank {rank}",
-                )  # fmt: skip
+                )
     line(page, (292, 368), (150, 150), INK, 2)
     line(page, (358, 368, 358), (143, 150, 157), INK, 2)
     text(page, 330, 136, "all to all", SOFT, "center", size=11)
@@ -136,7 +218,11 @@ def ulysses_picture() -> "Figure":
 
 def cache_picture() -> "Figure":
     """Which rank keeps which position: a prompt in two chunks, and tokens that were written after it."""
-    figure, page = canvas(640, 128, "A cache that is split: a prompt in zigzag chunks, then written tokens in blocks.")
+    figure, page = canvas(
+        640,
+        128,
+        "A cache that is split: a prompt in zigzag chunks, then written tokens in blocks.",
+    )
     shares = Shares(_RANKS)
     shares.split(1200)
     shares.split(800)
@@ -146,10 +232,20 @@ def cache_picture() -> "Figure":
     for rank, runs in enumerate(shares.runs()):
         for start, count in runs:
             rectangle(
-                page, 20 + start * scale, 44, count * scale, 30, RANK_COLOURS[rank], edge=PAPER,
+                page,
+                20 + start * scale,
+                44,
+                count * scale,
+                30,
+                RANK_COLOURS[rank],
+                edge=PAPER,
                 title=f"positions {start} to {start + count - 1}: rank {rank}",
-            )  # fmt: skip
-    for start, stop, title in ((0, 1200, "prompt, first chunk"), (1200, 2000, "second chunk"), (2000, 2500, "written")):
+            )
+    for start, stop, title in (
+        (0, 1200, "prompt, first chunk"),
+        (1200, 2000, "second chunk"),
+        (2000, 2500, "written"),
+    ):
         line(page, (20 + start * scale + 2, 20 + stop * scale - 2), (36, 36), SOFT, 1)
         text(page, 20 + (start + stop) / 2 * scale, 28, title, SOFT, "center", size=11)
     for rank, count in enumerate(shares.counts()):
@@ -163,12 +259,25 @@ def states_picture() -> "Figure":
     layout = Layout("zigzag", 4096, _RANKS)
     places = places_of(layout)
     rounds = scan_rounds(links_of(places, [[0]]))
-    figure, page = canvas(640, 150, f"{len(places)} spans of four ranks; {len(rounds)} rounds, a state each.")
+    figure, page = canvas(
+        640,
+        150,
+        f"{len(places)} spans of four ranks; {len(rounds)} rounds, a state each.",
+    )
     scale = 600 / layout.length
     centres: list[float] = []
     for place in places:
         x, width = 20 + place.start * scale, place.tokens * scale
-        rectangle(page, x, 60, width, 34, RANK_COLOURS[place.rank], edge=PAPER, title=f"rank {place.rank}")
+        rectangle(
+            page,
+            x,
+            60,
+            width,
+            34,
+            RANK_COLOURS[place.rank],
+            edge=PAPER,
+            title=f"rank {place.rank}",
+        )
         text(page, x + width / 2, 112, f"rank {place.rank}", anchor="center", size=11)
         centres.append(x + width / 2)
     text(page, 20, 20, "a state of fixed size goes from span to span", strong=True)

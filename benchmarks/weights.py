@@ -23,10 +23,30 @@ RESULT = Path(__file__).parent / "results" / "weights-cpu.json"
 LENGTH = 64
 SHARD_BYTES = 500_000_000  # of a saved file, at most
 SHAPES = {
-    "6b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 64},
-    "4b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 40},
-    "2b": {"vocab_size": 32_000, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 20},
-    "tiny": {"vocab_size": 500, "hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 3},
+    "6b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 64,
+    },
+    "4b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 40,
+    },
+    "2b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 20,
+    },
+    "tiny": {
+        "vocab_size": 500,
+        "hidden_size": 160,
+        "intermediate_size": 640,
+        "num_hidden_layers": 3,
+    },
 }
 
 
@@ -55,7 +75,9 @@ def make(folder: Path, size: str) -> None:
     files: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        files.setdefault(parts[2] if parts[1] == "layers" else "rest", {})[name] = parameter
+        files.setdefault(parts[2] if parts[1] == "layers" else "rest", {})[name] = (
+            parameter
+        )
     weights: dict[str, str] = {}
     generator = torch.Generator().manual_seed(0)
     for number, parameters in enumerate(files.values(), start=1):
@@ -66,7 +88,9 @@ def make(folder: Path, size: str) -> None:
             if parameter.ndim == 1:
                 made[name] = torch.ones(parameter.shape, dtype=torch.bfloat16)
             else:
-                made[name] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+                made[name] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(
+                    0, 0.02, generator=generator
+                )
         save_file(made, folder / file, metadata={"format": "pt"})
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     index = {"metadata": {"total_size": total}, "weight_map": weights}
@@ -80,7 +104,9 @@ def anonymous(pid: int) -> int:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")
+    )
 
 
 def family(pid: int) -> list[int]:
@@ -88,7 +114,11 @@ def family(pid: int) -> list[int]:
     found = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += [each for child in task.read_text().split() for each in family(int(child))]
+            found += [
+                each
+                for child in task.read_text().split()
+                for each in family(int(child))
+            ]
         except OSError:
             continue
     return found
@@ -126,7 +156,10 @@ class Watched:
         self._watch.join()
         if self.process.returncode:
             raise SystemExit(f"failed: {self.process.args}")
-        return [json.loads(path.read_text()) for path in sorted(self.board.parent.glob("rank-*.json"))]
+        return [
+            json.loads(path.read_text())
+            for path in sorted(self.board.parent.glob("rank-*.json"))
+        ]
 
 
 def read_bytes() -> int:
@@ -180,12 +213,21 @@ def a_step(model: Any, mesh: Any, stage: Callable[[str], None]) -> dict[str, Any
     import ringspan as rs
 
     stage("step")
-    ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0,
+        model.config.vocab_size,
+        (1, LENGTH),
+        generator=torch.Generator().manual_seed(0),
+    )
     started = time.perf_counter()
     loss = model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
     loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
-    return {"step_seconds": time.perf_counter() - started, "step_tokens": LENGTH, "loss": float(loss.detach())}
+    return {
+        "step_seconds": time.perf_counter() - started,
+        "step_tokens": LENGTH,
+        "loss": float(loss.detach()),
+    }
 
 
 def alone(folder: str, board: str) -> None:
@@ -206,12 +248,18 @@ def alone(folder: str, board: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=SHAPES, default="4b")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--replicate", type=int, default=1)
-    parser.add_argument("--without-step", action="store_true", help="a step takes about 4.3 times the files' bytes")
+    parser.add_argument(
+        "--without-step",
+        action="store_true",
+        help="a step takes about 4.3 times the files' bytes",
+    )
     parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
     folder: Path = asked.folder
@@ -219,17 +267,35 @@ def main() -> None:
         make(folder, asked.size)
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    layer = max(path.stat().st_size for path in folder.glob("model-00002-*.safetensors"))
+    layer = max(
+        path.stat().st_size for path in folder.glob("model-00002-*.safetensors")
+    )
     script = str(Path(__file__).resolve())
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         board, out = Path(scratch, "stage"), Path(scratch, "saved")
         forget(folder)
-        plain = Watched([sys.executable, script, "alone", str(folder), str(board)], board)
+        plain = Watched(
+            [sys.executable, script, "alone", str(folder), str(board)], board
+        )
         one = plain.result()
         forget(folder)
-        run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={asked.ranks}", script]
+        run = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={asked.ranks}",
+            script,
+        ]
         ring = Watched(
-            [*run, "rank", str(folder), str(board), str(out), str(asked.replicate), str(int(not asked.without_step))],
+            [
+                *run,
+                "rank",
+                str(folder),
+                str(board),
+                str(out),
+                str(asked.replicate),
+                str(int(not asked.without_step)),
+            ],
             board,
         )
         ranks = ring.result()
@@ -253,18 +319,24 @@ def main() -> None:
                 for name in ("load", "save", "step")
                 if name in ring.peaks
             },
-            "load, transformers on one process, beyond its own": plain.peaks["load"] - plain.peaks["before"],
+            "load, transformers on one process, beyond its own": plain.peaks["load"]
+            - plain.peaks["before"],
         },
         "load_bound_bytes": 1.15 * shards + layer,
         "loads_within_bound": ring.peaks["load"] - before <= 1.15 * shards + layer,
-        "saves_within_shards_and_a_file": ring.peaks["save"] - before <= 1.15 * shards + SHARD_BYTES,
+        "saves_within_shards_and_a_file": ring.peaks["save"] - before
+        <= 1.15 * shards + SHARD_BYTES,
         "load_read_bytes": sum(each["load_read_bytes"] for each in ranks),
-        "load_read_bytes_of_further_replicas": sum(each["load_read_bytes"] for each in ranks if each["replica"]),
+        "load_read_bytes_of_further_replicas": sum(
+            each["load_read_bytes"] for each in ranks if each["replica"]
+        ),
         "load_read_bytes_transformers": one[0]["load_read_bytes"],
         "load_seconds": max(each["load_seconds"] for each in ranks),
         "load_seconds_transformers": one[0]["load_seconds"],
         "save_seconds": max(each["save_seconds"] for each in ranks),
-        **{name: ranks[0].get(name) for name in ("step_seconds", "step_tokens", "loss")},
+        **{
+            name: ranks[0].get(name) for name in ("step_seconds", "step_tokens", "loss")
+        },
         "saved_bit_for_bit": same,
         "machine": describe_machine(),
     }
@@ -286,7 +358,8 @@ def same_files(folder: Path, other: Path) -> bool:
         places.append(found)
     mine, theirs = places
     return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name].get_tensor(name), theirs[name].get_tensor(name)) for name in mine
+        torch.equal(mine[name].get_tensor(name), theirs[name].get_tensor(name))
+        for name in mine
     )
 
 

@@ -40,9 +40,12 @@ pygments_dark_style = "a11y-high-contrast-dark"
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 4  # as GitHub makes them, so that links to headings work on both
-suppress_warnings = ["myst.header"]  # a page may begin below the first level, as on GitHub
+# a page may begin below the first level, as on GitHub
+suppress_warnings = ["myst.header"]
 
-autodoc_typehints = "none"  # signatures would not fit a phone; what an argument is, its docstring says
+autodoc_typehints = (
+    "none"  # signatures would not fit a phone; what an argument is, its docstring says
+)
 autodoc_member_order = "bysource"
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_google_docstring = True
@@ -61,8 +64,14 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#0b5cad", "color-brand-content": "#0b5cad"},
-    "dark_css_variables": {"color-brand-primary": "#79b8ff", "color-brand-content": "#79b8ff"},
+    "light_css_variables": {
+        "color-brand-primary": "#0b5cad",
+        "color-brand-content": "#0b5cad",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#79b8ff",
+        "color-brand-content": "#79b8ff",
+    },
     "navigation_with_keys": True,
 }
 copybutton_exclude = ".linenos, .gp, .go"

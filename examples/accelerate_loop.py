@@ -26,11 +26,22 @@ def counting(examples: int, length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence, over the whole ring")
-    parser.add_argument("--replicate", type=int, default=1, help="rings that take different sequences")
-    parser.add_argument("--output", default="runs/accelerate", help="where the state goes")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        help="tokens of a sequence, over the whole ring",
+    )
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="rings that take different sequences"
+    )
+    parser.add_argument(
+        "--output", default="runs/accelerate", help="where the state goes"
+    )
     arguments = parser.parse_args()
 
     accelerator = ring_accelerator(RingConfig(replicate=arguments.replicate))
@@ -58,7 +69,9 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     accelerator.save_state(arguments.output)
-    accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; on {dist.get_world_size()} ranks")
+    accelerator.print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; on {dist.get_world_size()} ranks"
+    )
     accelerator.end_training()
 
 

@@ -46,7 +46,11 @@ def tiny_wan() -> Any:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, _parallel_config: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    _parallel_config: Any = None,
 ) -> Tensor:
     """What diffusers' dispatch calls, with (batch, tokens, heads, head size).
 
@@ -56,14 +60,25 @@ def attend(
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     if _parallel_config is None:
         return scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
-    out = rs.ring_attention(q, k, v, mask=rs.full(), layout="contiguous", group=_parallel_config, scale=scale)
+    out = rs.ring_attention(
+        q,
+        k,
+        v,
+        mask=rs.full(),
+        layout="contiguous",
+        group=_parallel_config,
+        scale=scale,
+    )
     return out.transpose(1, 2)
 
 
 @contextmanager
 def ring_backend() -> Iterator[None]:
     """Let diffusers' dispatch call ``attend`` where it would call PyTorch's attention."""
-    registry, name = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName.NATIVE
+    registry, name = (
+        attention_dispatch._AttentionBackendRegistry,
+        attention_dispatch.AttentionBackendName.NATIVE,
+    )
     before = registry._backends[name], registry._supported_arg_names[name]
     registry.register(name)(attend)
     try:
@@ -85,8 +100,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)  # each rank's loss depends on every part
-        return gradient.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)], None
+        # each rank's loss depends on every part
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(dist.get_world_size(ctx.group), 1)[
+            dist.get_rank(ctx.group)
+        ], None
 
 
 def put_on_ring(model: Any, group: dist.ProcessGroup) -> None:
@@ -95,17 +113,26 @@ def put_on_ring(model: Any, group: dist.ProcessGroup) -> None:
 
     def mine(x: Tensor, dim: int) -> Tensor:
         if x.shape[dim] % ranks:
-            raise ValueError(f"{x.shape[dim]} tokens do not come out even on {ranks} ranks; choose another size")
+            raise ValueError(
+                f"{x.shape[dim]} tokens do not come out even on {ranks} ranks; choose another size"
+            )
         return x.chunk(ranks, dim)[rank]
 
     def split(is_first: bool, _: Any, args: Any) -> Any:
         hidden, text, time, rotary = args
-        return (mine(hidden, 1) if is_first else hidden), text, time, tuple(mine(x, 1) for x in rotary)
+        return (
+            (mine(hidden, 1) if is_first else hidden),
+            text,
+            time,
+            tuple(mine(x, 1) for x in rotary),
+        )
 
     for number, block in enumerate(model.blocks):
         block.attn1.processor._parallel_config = group
         block.register_forward_pre_hook(partial(split, number == 0))
-    model.blocks[-1].register_forward_hook(lambda *call: Gathered.apply(call[-1], group))
+    model.blocks[-1].register_forward_hook(
+        lambda *call: Gathered.apply(call[-1], group)
+    )
 
 
 def batch_of(count: int, frames: int, seed: int) -> dict[str, Tensor]:
@@ -119,9 +146,16 @@ def batch_of(count: int, frames: int, seed: int) -> dict[str, Tensor]:
             clean[video, video % 2, frame, top : top + 3, left : left + 3] = 1.0
     noise = torch.randn(clean.shape, generator=draw)
     time = torch.rand(count, generator=draw)
-    text = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))[torch.arange(count) % 2]
+    text = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))[
+        torch.arange(count) % 2
+    ]
     mixed = clean.lerp(noise, time[:, None, None, None, None])
-    return {"mixed": mixed, "time": time * 1000, "text": text, "velocity": noise - clean}
+    return {
+        "mixed": mixed,
+        "time": time * 1000,
+        "text": text,
+        "velocity": noise - clean,
+    }
 
 
 def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -129,7 +163,9 @@ def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return mse_loss(made, batch["velocity"])
 
 
-def gradients_on_ring(model: Any, batch: dict[str, Tensor], group: dist.ProcessGroup) -> float:
+def gradients_on_ring(
+    model: Any, batch: dict[str, Tensor], group: dist.ProcessGroup
+) -> float:
     """Gradients of the whole loss, the same on every rank."""
     with ring_backend():
         loss = loss_of(model, batch)
@@ -142,11 +178,15 @@ def gradients_on_ring(model: Any, batch: dict[str, Tensor], group: dist.ProcessG
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a tiny Wan on moving squares, its tokens on a ring.")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny Wan on moving squares, its tokens on a ring."
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--frames", type=int, default=8)
     given = parser.parse_args()
-    group = rs.init_mesh(ring=int(os.environ.get("WORLD_SIZE", "1")))["ring"].get_group()
+    group = rs.init_mesh(ring=int(os.environ.get("WORLD_SIZE", "1")))[
+        "ring"
+    ].get_group()
     model, alone = tiny_wan(), tiny_wan()
     put_on_ring(model, group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -156,13 +196,18 @@ def main() -> None:
         losses.append(gradients_on_ring(model, batch, group))
         if step == 0:
             loss_of(alone, batch).backward()
-            ours, theirs = (torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, alone))
+            ours, theirs = (
+                torch.cat([p.grad.flatten() for p in each.parameters()])
+                for each in (model, alone)
+            )
             apart = float((ours - theirs).norm() / theirs.norm())
         optimizer.step()
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         last = sum(losses[-5:]) / len(losses[-5:])
-        print(f"loss {losses[0]:.3f} -> {last:.3f}; gradients within {apart:.0e} of one process")
+        print(
+            f"loss {losses[0]:.3f} -> {last:.3f}; gradients within {apart:.0e} of one process"
+        )
     dist.barrier()
 
 

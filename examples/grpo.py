@@ -18,7 +18,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import GRPOConfig
 
 from ringspan.hf import RingConfig, RingGRPOTrainer
@@ -29,41 +35,68 @@ NUMBERS = 4
 def prompts(count: int) -> Dataset:
     """Requests for a number."""
     draw = random.Random(0)
-    return Dataset.from_list([{"prompt": f"repeat {draw.randrange(NUMBERS)} :"} for _ in range(count)])
+    return Dataset.from_list(
+        [{"prompt": f"repeat {draw.randrange(NUMBERS)} :"} for _ in range(count)]
+    )
 
 
 def repeated(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """The share of an answer's words that are the number asked for."""
-    asked, given = [prompt.split()[1] for prompt in prompts], [text.split() for text in completions]
-    return [words.count(number) / max(len(words), 1) for number, words in zip(asked, given, strict=True)]
+    asked, given = (
+        [prompt.split()[1] for prompt in prompts],
+        [text.split() for text in completions],
+    )
+    return [
+        words.count(number) / max(len(words), 1)
+        for number, words in zip(asked, given, strict=True)
+    ]
 
 
 def tiny() -> tuple[Any, Any]:
     """A model of two layers and a tokenizer of numbers."""
     words = ["<pad>", "<end>", "repeat", ":", *map(str, range(NUMBERS))]
-    backend = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
+    backend = Tokenizer(
+        WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>")
+    )
     backend.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>"
+    )
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     return LlamaForCausalLM(config), tokenizer
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train and save; the mean reward of each step."""
-    parser = argparse.ArgumentParser(description="Reinforce answers that repeat a number.")
-    parser.add_argument("--model", help="name or folder of a model; a tiny one of its own when left out")
+    parser = argparse.ArgumentParser(
+        description="Reinforce answers that repeat a number."
+    )
+    parser.add_argument(
+        "--model", help="name or folder of a model; a tiny one of its own when left out"
+    )
     parser.add_argument("--output", default="runs/grpo", help="folder for the model")
-    parser.add_argument("--max-new", type=int, default=6, help="tokens of a completion, at most")
+    parser.add_argument(
+        "--max-new", type=int, default=6, help="tokens of a completion, at most"
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--replicate", type=int, default=1, help="rings that take different prompts")
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="rings that take different prompts"
+    )
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     if given.model is None:
         model, tokenizer = tiny()
     else:
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(given.model), AutoTokenizer.from_pretrained(given.model)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(given.model),
+            AutoTokenizer.from_pretrained(given.model),
+        )
     trainer = RingGRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -88,7 +121,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     trainer.save_model()
     rewards = [step["reward"] for step in trainer.state.log_history if "reward" in step]
     if trainer.is_world_process_zero():
-        print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}, model in {Path(given.output).resolve()}")
+        print(
+            f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}, model in {Path(given.output).resolve()}"
+        )
     return rewards
 
 

@@ -46,21 +46,52 @@ SMALL = LlamaConfig(
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a Hugging Face Llama; default: a small new one")
-    parser.add_argument("--text", type=Path, nargs="+", default=[Path("README.md"), Path("docs"), Path("src")])
-    parser.add_argument("--run", type=Path, default=Path("runs/jax_finetune"), help="folder for checkpoints")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of a Hugging Face Llama; default: a small new one",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[Path("README.md"), Path("docs"), Path("src")],
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=Path("runs/jax_finetune"),
+        help="folder for checkpoints",
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence, over the whole ring")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=1024,
+        help="tokens of a sequence, over the whole ring",
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     for axis, size, meaning in (("dp", 1, "copies"), ("fsdp", 1, "parts of the weights"), ("tp", 1, "parts of the heads"), ("sp", 4, "ring")):  # fmt: skip  # noqa: E501
-        parser.add_argument(f"--{axis}", type=int, default=size, help=f"devices: {meaning}")
+        parser.add_argument(
+            f"--{axis}", type=int, default=size, help=f"devices: {meaning}"
+        )
     return parser.parse_args()
 
 
 def read_text(paths: list[Path]) -> str:
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.suffix in (".md", ".py", ".txt"))
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
+    return "\n".join(
+        file.read_text(encoding="utf-8")
+        for file in files
+        if file.suffix in (".md", ".py", ".txt")
+    )
 
 
 def encode(text: str, model: Path | None) -> np.ndarray:
@@ -74,21 +105,34 @@ def encode(text: str, model: Path | None) -> np.ndarray:
 
 def main() -> None:
     options = arguments()
+    # without accelerators: as many virtual devices as the mesh has
     sizes = {axis: getattr(options, axis) for axis in ("dp", "fsdp", "tp", "sp")}
-    if jax.config.jax_platforms in (None, "cpu"):  # without accelerators: as many virtual devices as the mesh has
+    if jax.config.jax_platforms in (
+        None,
+        "cpu",
+    ):
         jax.config.update("jax_num_cpu_devices", int(np.prod(list(sizes.values()))))
     mesh = init_mesh(**sizes)
-    model = load_llama(options.model, mesh) if options.model else Llama.initialized(SMALL, mesh)
+    model = (
+        load_llama(options.model, mesh)
+        if options.model
+        else Llama.initialized(SMALL, mesh)
+    )
     tokens = encode(read_text(options.text), options.model)
     num = sizes["dp"] * sizes["fsdp"]  # sequences of a batch
     if len(tokens) <= options.length + 1:
-        raise SystemExit(f"the text has {len(tokens)} tokens, a sequence takes {options.length + 1}: give more --text")
+        raise SystemExit(
+            f"the text has {len(tokens)} tokens, a sequence takes {options.length + 1}: give more --text"
+        )
 
     graph, state = nnx.split(model)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
-            optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, 5, max(options.steps, 6)), weight_decay=0.1
+            optax.warmup_cosine_decay_schedule(
+                0.0, options.learning_rate, 5, max(options.steps, 6)
+            ),
+            weight_decay=0.1,
         ),
     )
     split = shardings((state, jax.eval_shape(optimizer.init, state)), mesh)
@@ -107,18 +151,29 @@ def main() -> None:
 
     for number in range(done, options.steps):
         started = time.perf_counter()
-        starts = np.random.default_rng(number).integers(0, len(tokens) - options.length - 1, num)
-        rows = np.stack([tokens[start : start + options.length + 1] for start in starts])
-        batch = shard_batch({"input_ids": rows[:, :-1], "shift_labels": rows[:, 1:]}, mesh)
+        starts = np.random.default_rng(number).integers(
+            0, len(tokens) - options.length - 1, num
+        )
+        rows = np.stack(
+            [tokens[start : start + options.length + 1] for start in starts]
+        )
+        batch = shard_batch(
+            {"input_ids": rows[:, :-1], "shift_labels": rows[:, 1:]}, mesh
+        )
         loss, training = step(training, batch)
-        print(f"step {number + 1:4d}  loss {float(loss):.4f}  {time.perf_counter() - started:.2f} s", flush=True)
+        print(
+            f"step {number + 1:4d}  loss {float(loss):.4f}  {time.perf_counter() - started:.2f} s",
+            flush=True,
+        )
     if done < options.steps:
         save_checkpoint(options.run, options.steps, training)
         print(f"checkpoint {options.steps} in {options.run}")
     if options.model:
         target = options.run.with_name(options.run.name + "-model")
         save_llama(nnx.merge(graph, training[0]), target, source=options.model)
-        print(f"model in {target}, for transformers.AutoModelForCausalLM.from_pretrained")
+        print(
+            f"model in {target}, for transformers.AutoModelForCausalLM.from_pretrained"
+        )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ class LlamaConfig:
         """Raise ``ConfigError`` where ``layers_per_checkpoint`` does not divide the layers."""
         size = self.layers_per_checkpoint
         if size < 1 or self.num_hidden_layers % size:
-            raise ConfigError(f"layers_per_checkpoint={size} does not divide {self.num_hidden_layers} layers")
+            raise ConfigError(
+                f"layers_per_checkpoint={size} does not divide {self.num_hidden_layers} layers"
+            )
 
     @staticmethod
     def read(folder: Path | str, **changes: Any) -> "LlamaConfig":
@@ -120,23 +122,42 @@ class LlamaConfig:
         }
         for name, (value, supported) in refused.items():
             if value != supported:
-                raise UnsupportedError(f"{folder}: {name} = {value!r} is not supported in JAX, only {supported!r}")
+                raise UnsupportedError(
+                    f"{folder}: {name} = {value!r} is not supported in JAX, only {supported!r}"
+                )
         heads = values["num_attention_heads"]
         return LlamaConfig(
-            **{name: values[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+            **{
+                name: values[name]
+                for name in (
+                    "vocab_size",
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_hidden_layers",
+                )
+            },
             num_attention_heads=heads,
             num_key_value_heads=values.get("num_key_value_heads") or heads,
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10_000.0),
+            rope_theta=float(
+                rope.get("rope_theta") or values.get("rope_theta") or 10_000.0
+            ),
             tie_word_embeddings=bool(values.get("tie_word_embeddings")),
             **changes,
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shape of each weight, layers stacked."""
-        layers, hidden, width = self.num_hidden_layers, self.hidden_size, self.intermediate_size
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layers, hidden, width = (
+            self.num_hidden_layers,
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        queries, keys = (
+            self.num_attention_heads * self.head_dim,
+            self.num_key_value_heads * self.head_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {
             "embed_tokens": (self.vocab_size, hidden),
             "q_proj": (layers, queries, hidden),
@@ -150,7 +171,11 @@ class LlamaConfig:
             "post_attention_layernorm": (layers, hidden),
             "norm": (hidden,),
         }
-        return shapes if self.tie_word_embeddings else shapes | {"lm_head": (self.vocab_size, hidden)}
+        return (
+            shapes
+            if self.tie_word_embeddings
+            else shapes | {"lm_head": (self.vocab_size, hidden)}
+        )
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Refuse a mesh that does not divide the weights.
@@ -166,7 +191,9 @@ class LlamaConfig:
         }
         for name, axis in {**whole, "hidden_size": "fsdp"}.items():
             if getattr(self, name) % mesh.shape[axis]:
-                raise LayoutError(f"{name} = {getattr(self, name)} does not divide over {axis} = {mesh.shape[axis]}")
+                raise LayoutError(
+                    f"{name} = {getattr(self, name)} does not divide over {axis} = {mesh.shape[axis]}"
+                )
 
 
 class Layer(nnx.Module):
@@ -174,28 +201,46 @@ class Layer(nnx.Module):
 
     def __init__(self, config: LlamaConfig, weights: dict[str, Array]) -> None:
         self.config = config
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        for name in (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ):
             setattr(self, name, nnx.Param(weights[name]))
         self.input_layernorm = nnx.Param(weights["input_layernorm"])
         self.post_attention_layernorm = nnx.Param(weights["post_attention_layernorm"])
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
         """(B, T, C) -> (B, T, C), with the rotation of each position (B, 1, T, D)."""
-        x = x + self._attention(_normalized(x, self.input_layernorm[...], self.config.rms_norm_eps), cos, sin)
+        x = x + self._attention(
+            _normalized(x, self.input_layernorm[...], self.config.rms_norm_eps),
+            cos,
+            sin,
+        )
         y = _normalized(x, self.post_attention_layernorm[...], self.config.rms_norm_eps)
         gate, up = gathered(self.gate_proj[...], 1), gathered(self.up_proj[...], 1)
         down = gathered(self.down_proj[...], 0)
         mlp = lambda rows: (jax.nn.silu(rows @ gate.T) * (rows @ up.T)) @ down.T  # noqa: E731
-        return x + lax.psum(blockwise_feedforward(mlp, y, chunk_tokens=self.config.chunk_tokens), "tp")
+        return x + lax.psum(
+            blockwise_feedforward(mlp, y, chunk_tokens=self.config.chunk_tokens), "tp"
+        )
 
     def _attention(self, x: Array, cos: Array, sin: Array) -> Array:
         def heads(weight: Array) -> Array:
             y = x @ gathered(weight, 1).T
             return y.reshape(*y.shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
-        q, k, v = (heads(weight[...]) for weight in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            heads(weight[...]) for weight in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = (_rotated(x, cos, sin) for x in (q, k))
-        out = ring_attention(q, k, v, layout=self.config.layout, kernel=self.config.kernel)
+        out = ring_attention(
+            q, k, v, layout=self.config.layout, kernel=self.config.kernel
+        )
         out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         return lax.psum(out @ gathered(self.o_proj[...], 0).T, "tp")
 
@@ -208,7 +253,9 @@ class Llama(nnx.Module):
         self.embed_tokens = nnx.Param(weights["embed_tokens"])
         self.layers = Layer(config, weights)
         self.norm = nnx.Param(weights["norm"])
-        self.lm_head = None if config.tie_word_embeddings else nnx.Param(weights["lm_head"])
+        self.lm_head = (
+            None if config.tie_word_embeddings else nnx.Param(weights["lm_head"])
+        )
 
     @staticmethod
     def initialized(config: LlamaConfig, mesh: Mesh, seed: int = 0) -> "Llama":
@@ -244,10 +291,16 @@ class Llama(nnx.Module):
             x, _ = lax.scan(step, x, stacked)
         else:
             shape = -1, config.layers_per_checkpoint
-            x, _ = lax.scan(segment, x, jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), stacked))
+            x, _ = lax.scan(
+                segment,
+                x,
+                jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), stacked),
+            )
         return _normalized(x, self.norm[...], config.rms_norm_eps)
 
-    def loss_sum(self, input_ids: Array, position_ids: Array, shift_labels: Array) -> Array:
+    def loss_sum(
+        self, input_ids: Array, position_ids: Array, shift_labels: Array
+    ) -> Array:
         """Summed cross-entropy of the local tokens."""
         hidden = self(input_ids, position_ids)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
@@ -267,7 +320,9 @@ class Llama(nnx.Module):
         rows = look_up(varying_like(table, local), jnp.where(is_here, local, 0))
         is_known = lax.psum(is_here.astype(jnp.int32), "tp")[..., None] > 0
         # Of an id outside the vocabulary, which nobody can refuse here, NaN rather than some other token.
-        return jnp.where(is_known, lax.psum(jnp.where(is_here[..., None], rows, 0), "tp"), jnp.nan)
+        return jnp.where(
+            is_known, lax.psum(jnp.where(is_here[..., None], rows, 0), "tp"), jnp.nan
+        )
 
 
 @jax.custom_vjp
@@ -283,7 +338,11 @@ def _look_up_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Arra
 def _look_up_backward(kept: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
     table, ids = kept
     dtype = accumulation_dtype(table.dtype)
-    sums = varying_like(jnp.zeros(table.shape, dtype), d_rows).at[ids].add(d_rows.astype(dtype))
+    sums = (
+        varying_like(jnp.zeros(table.shape, dtype), d_rows)
+        .at[ids]
+        .add(d_rows.astype(dtype))
+    )
     return sums.astype(table.dtype), None
 
 
@@ -292,7 +351,9 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 def put(name: str, weight: Any, mesh: Mesh) -> Array:
     """A whole weight, split over the mesh."""
-    return jax.device_put(weight, jax.sharding.NamedSharding(own_mesh(mesh), SPECS[name]))
+    return jax.device_put(
+        weight, jax.sharding.NamedSharding(own_mesh(mesh), SPECS[name])
+    )
 
 
 def specs(tree: Any) -> Any:
@@ -304,7 +365,9 @@ def specs(tree: Any) -> Any:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """``specs`` on a mesh, as ``jax.jit(optimizer.init, out_shardings=...)`` wants them."""
     mesh = own_mesh(mesh)
-    return jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs(tree))
+    return jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec), specs(tree)
+    )
 
 
 def mean_loss(graph: Any, mesh: Mesh) -> Any:
@@ -322,12 +385,16 @@ def mean_loss(graph: Any, mesh: Mesh) -> Any:
 
     def loss(state: Any, batch: dict[str, Array]) -> Array:
         split = jax.tree.map(lambda _: P(BATCH_AXES, "sp"), batch)
-        return jax.shard_map(local, mesh=mesh, in_specs=(specs(state), split), out_specs=P())(state, batch)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(specs(state), split), out_specs=P()
+        )(state, batch)
 
     return loss
 
 
-def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **changes: Any) -> Llama:
+def load_llama(
+    folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **changes: Any
+) -> Llama:
     """The model of a Hugging Face Llama folder (safetensors), its weights split over the mesh.
 
     Args:
@@ -348,8 +415,12 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
     try:
         names = {path.name for path in Path(folder).iterdir()}
         refuse_beside(names, adapter=False)
-        named = json.loads(read_small(Path(folder, MODEL_CONFIG))).get("transformers_weights")
-        files = weights_in(names, lambda name: read_small(Path(folder, name)), named=named)
+        named = json.loads(read_small(Path(folder, MODEL_CONFIG))).get(
+            "transformers_weights"
+        )
+        files = weights_in(
+            names, lambda name: read_small(Path(folder, name)), named=named
+        )
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from error
     for file in (Path(folder, name) for name in files):
@@ -362,7 +433,9 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
         with safe_open(found.pop(key), framework="flax") as opened:
             weight = np.asarray(opened.get_tensor(key)).astype(dtype)
         if weight.shape != shape:
-            raise ConfigError(f"{folder}: {key} has shape {weight.shape}, config.json says {shape}")
+            raise ConfigError(
+                f"{folder}: {key} has shape {weight.shape}, config.json says {shape}"
+            )
         return weight
 
     weights = {}
@@ -370,13 +443,20 @@ def load_llama(folder: Path | str, mesh: Mesh, *, dtype: Any = np.float32, **cha
         if name in _OUTSIDE:
             whole = read(_OUTSIDE[name], shape)
         else:
-            whole = np.stack([read(_layer_key(name, layer), shape[1:]) for layer in range(config.num_hidden_layers)])
+            whole = np.stack(
+                [
+                    read(_layer_key(name, layer), shape[1:])
+                    for layer in range(config.num_hidden_layers)
+                ]
+            )
         weights[name] = put(name, whole, mesh)
     if config.tie_word_embeddings:
         found.pop("lm_head.weight", None)
     left = [key for key in found if not re.search(r"rotary_emb\.inv_freq$", key)]
     if left:
-        raise ConfigError(f"{folder}: {left[0]} and {len(left) - 1} more weights have no place in a Llama")
+        raise ConfigError(
+            f"{folder}: {left[0]} and {len(left) - 1} more weights have no place in a Llama"
+        )
     return Llama(config, weights)
 
 
@@ -390,25 +470,40 @@ def save_llama(model: Llama, folder: Path | str, *, source: Path | str) -> None:
     """
     folder, source = Path(folder), Path(source)
     weights: dict[str, jax.Array] = {}
-    values = {"embed_tokens": model.embed_tokens, "norm": model.norm, "lm_head": model.lm_head}
+    values = {
+        "embed_tokens": model.embed_tokens,
+        "norm": model.norm,
+        "lm_head": model.lm_head,
+    }
     for name in model.config.shapes():
         value = values[name] if name in values else getattr(model.layers, name)
         whole = np.asarray(value[...])
         if name in _OUTSIDE:
             weights[_OUTSIDE[name]] = jax.numpy.asarray(whole)
         else:
-            weights |= {_layer_key(name, n): jax.numpy.asarray(part) for n, part in enumerate(whole)}
+            weights |= {
+                _layer_key(name, n): jax.numpy.asarray(part)
+                for n, part in enumerate(whole)
+            }
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.tmp-", dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.tmp-", dir=folder.parent
+    ) as scratch:
         complete = Path(scratch, folder.name)
         complete.mkdir()
         for file in source.iterdir():
-            if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".pt"):
+            if (
+                file.is_file()
+                and ".safetensors" not in file.name
+                and file.suffix not in (".bin", ".pt")
+            ):
                 shutil.copy2(file, complete)
         config = json.loads((complete / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(model.norm[...].dtype)
-        (complete / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (complete / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         save_file(weights, complete / "model.safetensors", metadata={"format": "pt"})
         if folder.exists():
             folder.rename(Path(scratch, "replaced"))
@@ -433,16 +528,23 @@ def load_checkpoint(folder: Path | str, like: Any) -> tuple[int, Any]:
             raise ConfigError(f"{folder}: has no checkpoint")
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_path(like))
         arrays = manager.restore(step, args=ocp.args.StandardRestore(wanted))
-    return step, jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in _by_path(like)])
+    return step, jax.tree.unflatten(
+        jax.tree.structure(like), [arrays[name] for name in _by_path(like)]
+    )
 
 
 def _by_path(state: Any) -> dict[str, Any]:
     """A tree as a flat table, which names its arrays alike whatever classes the tree is made of."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
 
 
 def _manager(folder: Path | str) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(Path(folder).resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    return ocp.CheckpointManager(
+        Path(folder).resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
 
 
 def _layer_key(name: str, layer: int) -> str:
@@ -455,17 +557,25 @@ def gathered(weight: Array, axis: int) -> Array:
 
 
 def _name(path: Any) -> str:
-    return next((key.key for key in reversed(path) if getattr(key, "key", None) in SPECS), "")
+    return next(
+        (key.key for key in reversed(path) if getattr(key, "key", None) in SPECS), ""
+    )
 
 
 def _normalized(x: Array, weight: Array, eps: float) -> Array:
     y = x.astype(jnp.float32)
-    return weight * (y * lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)).astype(x.dtype)
+    return weight * (y * lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)).astype(
+        x.dtype
+    )
 
 
-def _rotation(position_ids: Array, size: int, theta: float, dtype: Any) -> tuple[Array, Array]:
+def _rotation(
+    position_ids: Array, size: int, theta: float, dtype: Any
+) -> tuple[Array, Array]:
     frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    angles = position_ids[:, None, :, None].astype(jnp.float32) * jnp.concatenate((frequencies, frequencies))
+    angles = position_ids[:, None, :, None].astype(jnp.float32) * jnp.concatenate(
+        (frequencies, frequencies)
+    )
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 

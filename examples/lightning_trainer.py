@@ -65,11 +65,24 @@ class Counter(LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence, over the whole ring")
-    parser.add_argument("--replicate", type=int, default=1, help="rings that take different sequences")
-    parser.add_argument("--output", default="runs/lightning", help="where the checkpoint and the model go")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        help="tokens of a sequence, over the whole ring",
+    )
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="rings that take different sequences"
+    )
+    parser.add_argument(
+        "--output",
+        default="runs/lightning",
+        help="where the checkpoint and the model go",
+    )
     arguments = parser.parse_args()
 
     module = Counter(arguments.length)
@@ -82,11 +95,18 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(counting(arguments.steps * arguments.replicate, arguments.length)))
-    trainer.save_checkpoint(f"{arguments.output}/checkpoint")  # shards, which load on any mesh
-    module.model.save_pretrained(f"{arguments.output}/model")  # what from_pretrained opens
+    trainer.fit(
+        module,
+        DataLoader(counting(arguments.steps * arguments.replicate, arguments.length)),
+    )
+    # shards, which load on any mesh
+    trainer.save_checkpoint(f"{arguments.output}/checkpoint")
+    # what from_pretrained opens
+    module.model.save_pretrained(f"{arguments.output}/model")
     if trainer.is_global_zero:
-        print(f"loss {module.losses[0]:.3f} -> {module.losses[-1]:.3f}; the model is in {arguments.output}/model")
+        print(
+            f"loss {module.losses[0]:.3f} -> {module.losses[-1]:.3f}; the model is in {arguments.output}/model"
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ringspan as rs
 
 
-def counting(examples: int, length: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
+def counting(
+    examples: int, length: int, vocabulary: int
+) -> list[dict[str, torch.Tensor]]:
     """Sequences that count from anywhere, and begin anew behind the last number."""
     draw = torch.Generator().manual_seed(0)
     starts = torch.randint(vocabulary, (examples, 1), generator=draw)
@@ -24,10 +26,19 @@ def counting(examples: int, length: int, vocabulary: int) -> list[dict[str, torc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence, over the whole ring")
-    parser.add_argument("--replicate", type=int, default=1, help="rings that take different sequences")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        help="tokens of a sequence, over the whole ring",
+    )
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="rings that take different sequences"
+    )
     parser.add_argument("--output", default="runs/lora", help="the adapter's folder")
     arguments = parser.parse_args()
 
@@ -44,12 +55,20 @@ def main() -> None:
     )
     base = LlamaForCausalLM(sizes)
     lora = LoraConfig(
-        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear", modules_to_save=["lm_head"]
+        task_type="CAUSAL_LM",
+        r=16,
+        lora_alpha=32,
+        target_modules="all-linear",
+        modules_to_save=["lm_head"],
     )
     model = rs.parallelize(get_peft_model(base, lora), mesh)  # type: ignore[arg-type]
 
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    dataset = counting(arguments.steps * arguments.replicate, arguments.length, sizes.vocab_size)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
+    dataset = counting(
+        arguments.steps * arguments.replicate, arguments.length, sizes.vocab_size
+    )
     losses = []
     for batch in rs.loader(dataset, mesh):  # type: ignore[arg-type]
         loss = model(**rs.shard_batch(batch, mesh)).loss

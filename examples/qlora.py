@@ -13,12 +13,19 @@ import bitsandbytes
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import ringspan as rs
 
 
-def counting(examples: int, length: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
+def counting(
+    examples: int, length: int, vocabulary: int
+) -> list[dict[str, torch.Tensor]]:
     """Sequences that count from anywhere, and begin again after the last number."""
     draw = torch.Generator().manual_seed(0)
     starts = torch.randint(vocabulary, (examples, 1), generator=draw)
@@ -41,10 +48,22 @@ def make_base(folder: Path, length: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence, over the whole ring")
-    parser.add_argument("--output", type=Path, default=Path("runs/qlora"), help="folder of the base and the adapter")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=512,
+        help="tokens of a sequence, over the whole ring",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/qlora"),
+        help="folder of the base and the adapter",
+    )
     arguments = parser.parse_args()
 
     mesh = rs.init_mesh()
@@ -54,12 +73,21 @@ def main() -> None:
     dist.barrier()
 
     torch.manual_seed(0)  # the same adapters on every rank
-    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    packed = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"
+    )
     model = rs.from_pretrained(
-        base, mesh, quantization_config=packed, adapt=lambda model: get_peft_model(model, lora)
+        base,
+        mesh,
+        quantization_config=packed,
+        adapt=lambda model: get_peft_model(model, lora),
     ).train()
-    optimizer = bitsandbytes.optim.AdamW8bit([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = bitsandbytes.optim.AdamW8bit(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
 
     dataset = counting(arguments.steps, arguments.length, model.config.vocab_size)
     losses = []
@@ -77,7 +105,9 @@ def main() -> None:
         ids = dataset[-1]["input_ids"][None]
         with torch.no_grad():
             alone = opened(input_ids=ids, labels=ids).loss.item()
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; PEFT opens {adapter}: {alone:.3f} on the last sequence")
+        print(
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; PEFT opens {adapter}: {alone:.3f} on the last sequence"
+        )
     dist.destroy_process_group()
 
 

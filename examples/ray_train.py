@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings as key=value")
     parser.add_argument("--workers", type=int, required=True, help="ranks")
     parser.add_argument("--gpus", action="store_true", help="a GPU for each")
-    parser.add_argument("--max-failures", type=int, default=0, help="times to start them again")
+    parser.add_argument(
+        "--max-failures", type=int, default=0, help="times to start them again"
+    )
     given = parser.parse_intermixed_args()
     try:
         config = load_config(given.config, given.overrides)

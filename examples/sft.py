@@ -18,7 +18,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import SFTConfig
 
 from ringspan.hf import RingConfig, RingSFTTrainer
@@ -28,35 +34,59 @@ def conversations(count: int) -> Dataset:
     """Prompts and completions; only the completions have targets."""
     draw = random.Random(0)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(count)]
-    return Dataset.from_list([{"prompt": f"{a} + {b} =", "completion": f" {a + b} ."} for a, b in pairs])
+    return Dataset.from_list(
+        [{"prompt": f"{a} + {b} =", "completion": f" {a + b} ."} for a, b in pairs]
+    )
 
 
 def tiny() -> tuple[Any, Any]:
     """A model of two layers and a tokenizer of numbers and signs."""
     words = ["<pad>", "<end>", "+", "=", ".", *map(str, range(20))]
-    backend = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
+    backend = Tokenizer(
+        WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>")
+    )
     backend.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>"
+    )
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     return LlamaForCausalLM(config), tokenizer
 
 
 def main(arguments: list[str] | None = None) -> float:
     """Train, evaluate and save; the loss of evaluation."""
-    parser = argparse.ArgumentParser(description="Fine-tune on conversations that it makes up.")
-    parser.add_argument("--model", help="name or folder of a model; a tiny one of its own when left out")
+    parser = argparse.ArgumentParser(
+        description="Fine-tune on conversations that it makes up."
+    )
+    parser.add_argument(
+        "--model", help="name or folder of a model; a tiny one of its own when left out"
+    )
     parser.add_argument("--output", default="runs/sft", help="folder for the model")
-    parser.add_argument("--max-length", type=int, default=128, help="tokens that conversations are packed into")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=128,
+        help="tokens that conversations are packed into",
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--replicate", type=int, default=1, help="rings that take different examples")
+    parser.add_argument(
+        "--replicate", type=int, default=1, help="rings that take different examples"
+    )
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     if given.model is None:
         model, tokenizer = tiny()
     else:
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(given.model), AutoTokenizer.from_pretrained(given.model)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(given.model),
+            AutoTokenizer.from_pretrained(given.model),
+        )
     data = conversations(2000).train_test_split(test_size=200, seed=0)
     trainer = RingSFTTrainer(
         model=model,

@@ -10,7 +10,9 @@ import pytest
 
 _BUDGETS: Final = Path(__file__).with_name("budget.toml")
 _BUSY: Final = 0.15  # the share of all cores that others may use on a quiet machine
-_LOST: Final = 0.03  # and the share that its host may give to other machines, all the while
+_LOST: Final = (
+    0.03  # and the share that its host may give to other machines, all the while
+)
 
 
 class Budget:
@@ -28,29 +30,49 @@ class Budget:
 
     def _limit(self, test: str) -> float:
         path = test.partition("::")[0].removeprefix("tests/")
-        return self._limits[max((name for name in self._limits if path.startswith(name)), key=len)]
+        return self._limits[
+            max((name for name in self._limits if path.startswith(name)), key=len)
+        ]
 
     def _over(self) -> dict[str, float]:
-        return {test: seconds for test, seconds in self._seconds.items() if seconds > self._limit(test)}
+        return {
+            test: seconds
+            for test, seconds in self._seconds.items()
+            if seconds > self._limit(test)
+        }
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._began:
-            _, lost, taken = (late - early for early, late in zip(self._began, _ticks(), strict=True))
+            _, lost, taken = (
+                late - early for early, late in zip(self._began, _ticks(), strict=True)
+            )
             self._is_quiet = is_quiet() and lost <= _LOST * taken
         if self._over() and self._is_quiet and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
         folders: Counter[str] = Counter()
         for test, seconds in self._seconds.items():
-            folders["/".join(test.partition("::")[0].split("/")[1:3]).removesuffix(".py")] += seconds
-        most = ", ".join(f"{name} {seconds:.0f}" for name, seconds in folders.most_common(12))
-        terminalreporter.write_line(f"seconds in tests: {folders.total():.0f}, most of them in {most}")
+            folders[
+                "/".join(test.partition("::")[0].split("/")[1:3]).removesuffix(".py")
+            ] += seconds
+        most = ", ".join(
+            f"{name} {seconds:.0f}" for name, seconds in folders.most_common(12)
+        )
+        terminalreporter.write_line(
+            f"seconds in tests: {folders.total():.0f}, most of them in {most}"
+        )
         for test, seconds in sorted(self._over().items()):
-            terminalreporter.write_line(f"over its {self._limit(test):g} s (tests/budget.toml): {test} {seconds:.1f} s")
+            terminalreporter.write_line(
+                f"over its {self._limit(test):g} s (tests/budget.toml): {test} {seconds:.1f} s"
+            )
         if self._over() and not self._is_quiet:
-            terminalreporter.write_line("other programs were busy, so that this fails nothing")
+            terminalreporter.write_line(
+                "other programs were busy, so that this fails nothing"
+            )
 
 
 def is_quiet() -> bool:

@@ -13,20 +13,34 @@ _REFUSALS: Final = Path(__file__).with_name("refusals.txt").read_text(encoding="
 
 def long(*cases: Any) -> list[Any]:
     """Cases of a parametrized test of which ``make test`` tries others; ``make long`` runs them."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long
+        )
+        for case in cases
+    ]
 
 
 def refusals(command: str) -> Any:
     """Arguments that a command refuses, and what it says of each: its lines of refusals.txt."""
-    rows = [line.split(" -> ") for line in _REFUSALS.splitlines() if line.split()[:1] == [command]]
+    rows = [
+        line.split(" -> ")
+        for line in _REFUSALS.splitlines()
+        if line.split()[:1] == [command]
+    ]
     cases = [(shlex.split(typed)[1:], said) for typed, said in rows]
-    return pytest.mark.parametrize(("arguments", "message"), cases, ids=[typed for typed, _ in rows])
+    return pytest.mark.parametrize(
+        ("arguments", "message"), cases, ids=[typed for typed, _ in rows]
+    )
 
 
 def few(cases: Iterable[Any], every: int) -> list[Any]:
     """Return the first of so many cases for ``make test``, the others for ``make long``."""
     taken = list(cases)
-    return [*taken[::every], *long(*(case for number, case in enumerate(taken) if number % every))]
+    return [
+        *taken[::every],
+        *long(*(case for number, case in enumerate(taken) if number % every)),
+    ]
 
 
 def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -39,23 +53,37 @@ def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
         for a, b in combinations(range(len(columns)), 2)
         for x, y in product(range(len(columns[a])), range(len(columns[b])))
     ]
-    wanted = dict.fromkeys(pairs)  # in order, so that the rows are the same in each process
+    # in order, so that the rows are the same in each process
+    wanted = dict.fromkeys(pairs)
     rows: list[dict[int, int]] = []
     while wanted:
         row = dict(next(iter(wanted)))
         for column in sorted(range(len(columns)), key=row.__contains__, reverse=True):
-            row.setdefault(column, _best(column, len(columns[column]), row, rows, wanted))
+            row.setdefault(
+                column, _best(column, len(columns[column]), row, rows, wanted)
+            )
         for pair in combinations(sorted(row.items()), 2):
             wanted.pop(pair, None)
         rows.append(row)
-    return [tuple(values[row[column]] for column, values in enumerate(columns)) for row in rows]
+    return [
+        tuple(values[row[column]] for column, values in enumerate(columns))
+        for row in rows
+    ]
 
 
-def _best(column: int, count: int, row: dict[int, int], rows: list[dict[int, int]], wanted: dict[Any, None]) -> int:
+def _best(
+    column: int,
+    count: int,
+    row: dict[int, int],
+    rows: list[dict[int, int]],
+    wanted: dict[Any, None],
+) -> int:
     """Return the value with most new pairs in the row; of equals, the one that fewest rows have."""
 
     def worth(value: int) -> tuple[int, int]:
-        new = sum(tuple(sorted(((column, value), other))) in wanted for other in row.items())
+        new = sum(
+            tuple(sorted(((column, value), other))) in wanted for other in row.items()
+        )
         return new, -sum(other[column] == value for other in rows)
 
     return max(range(count), key=worth)

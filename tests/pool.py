@@ -50,13 +50,23 @@ class Pool:
     # "fork" in a process that has imported what ranks need, as planted bugs do.
     start_method = "forkserver" if DEVICE == "cpu" else "spawn"
 
-    def __init__(self, size: int = SIZE, *, launched: bool = False, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        size: int = SIZE,
+        *,
+        launched: bool = False,
+        timeout_seconds: int = TIMEOUT_SECONDS,
+    ) -> None:
         self.size, self._launched, self._timeout = size, launched, timeout_seconds
         self._context = mp.get_context(self.start_method)
         self._start()
 
     def _start(self) -> None:
-        self._number, self._is_waiting = 0, True  # for the first word of each rank, which answers question 0
+        # for the first word of each rank, which answers question 0
+        self._number, self._is_waiting = (
+            0,
+            True,
+        )
         descriptor, self._store = tempfile.mkstemp(prefix="ringspan-store-")
         os.close(descriptor)
         self._pipes: list[Connection] = []
@@ -65,29 +75,46 @@ class Pool:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
                 target=_serve,
-                args=(rank, theirs, self._store, self.size, self._launched, self._timeout),
+                args=(
+                    rank,
+                    theirs,
+                    self._store,
+                    self.size,
+                    self._launched,
+                    self._timeout,
+                ),
                 daemon=not self._launched,
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        for pipe in self._pipes:  # on a busy machine minutes, which are none of a test's
+        for (
+            pipe
+        ) in self._pipes:  # on a busy machine minutes, which are none of a test's
             pipe.recv()
         self._is_waiting = False
 
     def outcomes(
-        self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *args: Any,
+        replicate: int = 1,
+        tp: int = 1,
     ) -> list[Any]:
         """What each rank returned, or the exception that it raised."""
         # What was raised while starting or ending ranks leaves them half started; a test that failed has ended some.
-        if self._is_waiting or not all(process.is_alive() for process in self._processes):
+        if self._is_waiting or not all(
+            process.is_alive() for process in self._processes
+        ):
             self.restart()
         self._number, self._is_waiting = self._number + 1, True
         try:
             for pipe in self._pipes[:ranks]:
                 pipe.send((self._number, function, (ranks, replicate, tp), args))
-            deadline = time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
+            # of all ranks, so that it is before pytest's own
+            deadline = time.monotonic() + self._timeout
             results = [self._answer(rank, deadline) for rank in range(ranks)]
         except BaseException:
             self.close()  # they would compute on beside the next tests
@@ -105,9 +132,18 @@ class Pool:
                 raise RuntimeError(f"rank {rank} died") from None
             if number == self._number:
                 return result
-        raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{self._stacks()}")
+        raise TimeoutError(
+            f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{self._stacks()}"
+        )
 
-    def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *args: Any,
+        replicate: int = 1,
+        tp: int = 1,
+    ) -> list[Any]:
         """What each rank returned; the first exception of any rank is raised here."""
         results = self.outcomes(function, ranks, *args, replicate=replicate, tp=tp)
         for result in results:
@@ -120,37 +156,63 @@ class Pool:
         """Where each rank is, as Python's fault handler writes it when it gets the signal."""
         files = [Path(f"{self._store}-{rank}") for rank in range(self.size)]
         ranks = zip(self._processes, files, strict=True)
-        alive = [(process.pid, file) for process, file in ranks if process.is_alive() and process.pid]
+        alive = [
+            (process.pid, file)
+            for process, file in ranks
+            if process.is_alive() and process.pid
+        ]
         for pid, file in alive:
             os.truncate(file, 0)
             os.kill(pid, signal.SIGUSR2)
         deadline = time.monotonic() + 5
         # To the end of what their main threads do, which they write one after the other.
-        while not all(" in _serve\n" in file.read_text() for _, file in alive) and time.monotonic() < deadline:
+        while (
+            not all(" in _serve\n" in file.read_text() for _, file in alive)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         return "\n".join(
-            f"rank {rank}: {file.read_text() or 'ended, or in no Python code'}" for rank, file in enumerate(files)
+            f"rank {rank}: {file.read_text() or 'ended, or in no Python code'}"
+            for rank, file in enumerate(files)
         )
 
     def restart(self) -> None:
         self.close()
         self._start()
 
+    # all of them, before one notices that another one is gone
     def close(self) -> None:
-        for process in self._processes:  # all of them, before one notices that another one is gone
+        for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
-        for path in (self._store, *(f"{self._store}-{rank}" for rank in range(self.size))):
+        for path in (
+            self._store,
+            *(f"{self._store}-{rank}" for rank in range(self.size)),
+        ):
             Path(path).unlink(missing_ok=True)
 
 
-def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
+def _serve(
+    rank: int,
+    pipe: Connection,
+    store: str,
+    size: int,
+    launched: bool,
+    timeout_seconds: int,
+) -> None:
     settle()
     stacks = open(f"{store}-{rank}", "a")  # noqa: SIM115 - for as long as the process lives
     if launched:
-        sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ |= {name: str(value) for name, value in sizes.items()} | {"OMP_NUM_THREADS": "1"}
+        sizes = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+        }
+        os.environ |= {name: str(value) for name, value in sizes.items()} | {
+            "OMP_NUM_THREADS": "1"
+        }
     torch.set_num_threads(1)
     # A thread of gloo spins while another one sends, so a sender that is preempted by whom it woke costs both; batches
     # are not preempted by what they wake. Some containers allow no other scheduler.
@@ -160,12 +222,20 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
     share = shared._anonymous_file
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
     shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
-    timeout = timedelta(seconds=0.6 * timeout_seconds)  # ranks that wait for each other say so before we do
+    # ranks that wait for each other say so before we do
+    timeout = timedelta(seconds=0.6 * timeout_seconds)
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
-        rs.shard_batch = partial(rs.shard_batch, device=torch.device("cuda"))  # the tests' batches are on the CPU
+        # the tests' batches are on the CPU
+        rs.shard_batch = partial(rs.shard_batch, device=torch.device("cuda"))
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
     meshes = {
         (ranks, replicate, tp): _mesh(ranks, replicate, tp, size)
         for ranks in range(1, size + 1)
@@ -185,7 +255,9 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
             return
         torch.manual_seed(0)  # whatever ran before
         try:
-            result = tree_map_only(torch.Tensor, torch.Tensor.cpu, function(meshes[shape], *args))
+            result = tree_map_only(
+                torch.Tensor, torch.Tensor.cpu, function(meshes[shape], *args)
+            )
         except BaseException as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
@@ -198,7 +270,12 @@ def _share_loop() -> None:
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
     def make_on_device(
-        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+        self: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        enable_reconfigure: bool = False,
     ) -> None:
         assert not enable_reconfigure, "torch 2.14 has it, and nobody here asks for it"
         options = ProcessGroupGloo._Options()
@@ -208,12 +285,17 @@ def _share_loop() -> None:
     ProcessGroupGloo.__init__ = make_on_device
 
 
+# as users' meshes are; one of fewer ranks cannot make groups by itself
 def _mesh(ranks: int, replicate: int, tp: int, size: int) -> DeviceMesh:
-    if ranks == size:  # as users' meshes are; one of fewer ranks cannot make groups by itself
+    if ranks == size:
         return make_mesh(DEVICE, replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2
-    mesh = DeviceMesh(DEVICE, torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])
+    mesh = DeviceMesh(
+        DEVICE,
+        torch.arange(ranks).view(shape[:num_axes]),
+        mesh_dim_names=axes[:num_axes],
+    )
     if dist.get_rank() < ranks:
         take_timeout(mesh)
     return mesh

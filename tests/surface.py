@@ -30,13 +30,42 @@ MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101,
 }  # fmt: skip
-TINY = ["--length", "64", "--repeats", "1", "--heads", "1", "--kv-heads", "1", "--head-dim", "8"]
+TINY = [
+    "--length",
+    "64",
+    "--repeats",
+    "1",
+    "--heads",
+    "1",
+    "--kv-heads",
+    "1",
+    "--head-dim",
+    "8",
+]
 # Commands that print one object, in a folder with a model; tests that run them anyway call `check_object`.
 OBJECTS = {
     "plan": ["plan", "--json"],
     "plan --generate": ["plan", "--generate", "--json"],
-    "plan --group": ["plan", "--group", "8", "--completion", "9", "--prompt", "99", "--json"],
-    "rehearse": ["rehearse", "--model", ".", "--devices", "4", "--length", "256", "--json"],
+    "plan --group": [
+        "plan",
+        "--group",
+        "8",
+        "--completion",
+        "9",
+        "--prompt",
+        "99",
+        "--json",
+    ],
+    "rehearse": [
+        "rehearse",
+        "--model",
+        ".",
+        "--devices",
+        "4",
+        "--length",
+        "256",
+        "--json",
+    ],
     "doctor": ["doctor", "--ranks", "2", "--json"],
     "bench attention": ["bench", "attention", *TINY, "--json"],
 }
@@ -45,8 +74,13 @@ OBJECTS = {
 def signature(function: Any) -> str:
     """Names, kinds and defaults of parameters, without their types."""
     found = inspect.signature(function)
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in found.parameters.values()]
-    return str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in found.parameters.values()
+    ]
+    return str(
+        found.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+    )
 
 
 def python_names() -> Iterator[tuple[str, str]]:
@@ -55,7 +89,9 @@ def python_names() -> Iterator[tuple[str, str]]:
 
     names = [(name, getattr(ringspan, name)) for name in ringspan.__all__]
     names += [(f"hf.{name}", getattr(hf, name)) for name in hf.__all__]
-    names += [(f"lightning.{name}", getattr(lightning, name)) for name in lightning.__all__]
+    names += [
+        (f"lightning.{name}", getattr(lightning, name)) for name in lightning.__all__
+    ]
     for name, value in names:
         if isinstance(value, type) and issubclass(value, Exception):
             yield name, " ".join(base.__name__ for base in value.__mro__[1:-2])
@@ -66,7 +102,10 @@ def python_names() -> Iterator[tuple[str, str]]:
                 attribute = getattr(value, member)
                 # torch hangs a hook on the step of an optimizer's class when one is made.
                 if not member.startswith("_") and not hasattr(attribute, "hooked"):
-                    yield f"{name}.{member}", signature(attribute) if callable(attribute) else "an attribute"
+                    yield (
+                        f"{name}.{member}",
+                        signature(attribute) if callable(attribute) else "an attribute",
+                    )
 
 
 def options(command: Any, path: str) -> Iterator[tuple[str, str | None]]:
@@ -82,10 +121,16 @@ def options(command: Any, path: str) -> Iterator[tuple[str, str | None]]:
 def toml_keys(table: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:
     """Keys of a table and of those below it, and their defaults."""
     for name, field in table.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if isinstance(field.annotation, type) and issubclass(
+            field.annotation, BaseModel
+        ):
             yield from toml_keys(field.annotation, f"{path}{name}.")
         else:
-            default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+            default = (
+                "required"
+                if field.is_required()
+                else field.get_default(call_default_factory=True)
+            )
             yield f"{path}{name}", json.loads(json.dumps(default, default=str))
 
 
@@ -121,7 +166,9 @@ def check(before: dict[str, Any], now: dict[str, Any]) -> None:
     found = changes(before, now)
     if found:
         pytest.fail(
-            "changed surface; run `python -m tests.surface --write` if you mean it:\n" + "\n".join(found), pytrace=False
+            "changed surface; run `python -m tests.surface --write` if you mean it:\n"
+            + "\n".join(found),
+            pytrace=False,
         )
 
 
@@ -135,14 +182,18 @@ def printed_keys(arguments: list[str]) -> list[str]:
     command = [sys.executable, "-m", "ringspan", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+        )
     return sorted(json.loads(done.stdout))
 
 
 def write() -> None:
     """Write the file, with the keys of what commands print: takes a minute."""
     now = surface()
-    now["JSON keys"] |= {name: printed_keys(arguments) for name, arguments in OBJECTS.items()}
+    now["JSON keys"] |= {
+        name: printed_keys(arguments) for name, arguments in OBJECTS.items()
+    }
     FILE.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
 
 

@@ -32,7 +32,11 @@ FLOORS = (
     {"train"},
     {"cli"},
 )
-ALLOWED = {name: set[str]().union(*FLOORS[:floor]) for floor, names in enumerate(FLOORS) for name in names}
+ALLOWED = {
+    name: set[str]().union(*FLOORS[:floor])
+    for floor, names in enumerate(FLOORS)
+    for name in names
+}
 ALLOWED["cli"] |= {FACADE}
 ALLOWED[FACADE] = set[str]().union(*FLOORS)
 # A back end does not reach for the other one's framework either, and what both launch for neither.
@@ -44,7 +48,11 @@ CORE_MAY_USE = sys.stdlib_module_names | {"numpy"}
 def is_import_call(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    name = (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else getattr(node.func, "id", None)
+    )
     return name in {"import_module", "__import__"}
 
 
@@ -88,7 +96,9 @@ def room_of(root: Path, module: str) -> str:
     """The innermost folder that a module is in, below the package; files beside folders are rooms of their own."""
     path = root.joinpath(*module.split(".")[1:])
     while path != root and not path.is_dir():
-        is_beside_folders = path.with_suffix(".py").is_file() and any(p.is_dir() for p in path.parent.glob("[a-z]*"))
+        is_beside_folders = path.with_suffix(".py").is_file() and any(
+            p.is_dir() for p in path.parent.glob("[a-z]*")
+        )
         if is_beside_folders and path.parent != root:
             break
         path = path.parent
@@ -97,24 +107,42 @@ def room_of(root: Path, module: str) -> str:
 
 def violations(root: Path) -> list[str]:
     """Every import under `root` (a folder named ringspan) that goes against the arrows, as `file:line: what`."""
-    folders = {path.name for path in root.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    found = [f"{name}/: not a folder of the design" for name in sorted(folders - set(ALLOWED))]
+    folders = {
+        path.name
+        for path in root.iterdir()
+        if path.is_dir() and any(path.rglob("*.py"))
+    }
+    found = [
+        f"{name}/: not a folder of the design"
+        for name in sorted(folders - set(ALLOWED))
+    ]
     uses: dict[str, set[str]] = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root.parent)
         folder = folder_of(".".join(relative.parent.parts), folders)
         if folder not in ALLOWED:
             continue
-        for line, name in imports(ast.parse(path.read_text(encoding="utf-8")), relative.parent.parts):
+        for line, name in imports(
+            ast.parse(path.read_text(encoding="utf-8")), relative.parent.parts
+        ):
             top = name.split(".")[0]
             target = folder_of(name, folders | set(ALLOWED)) if top == PACKAGE else None
             if target is None:
-                foreign = (folder == "core" and top not in CORE_MAY_USE) or top in FOREIGN.get(folder, set())
+                foreign = (
+                    folder == "core" and top not in CORE_MAY_USE
+                ) or top in FOREIGN.get(folder, set())
                 if foreign:
-                    found.append(f"{relative.as_posix()}:{line}: {folder} imports {top}")
+                    found.append(
+                        f"{relative.as_posix()}:{line}: {folder} imports {top}"
+                    )
             elif target != folder and target not in ALLOWED[folder]:
-                found.append(f"{relative.as_posix()}:{line}: {folder} imports {target} ({name})")
-            room, other = room_of(root, ".".join(relative.with_suffix("").parts)), room_of(root, name)
+                found.append(
+                    f"{relative.as_posix()}:{line}: {folder} imports {target} ({name})"
+                )
+            room, other = (
+                room_of(root, ".".join(relative.with_suffix("").parts)),
+                room_of(root, name),
+            )
             if target is not None and FACADE not in (folder, target) and room != other:
                 uses.setdefault(room, set()).add(other)
     try:
@@ -126,7 +154,12 @@ def violations(root: Path) -> list[str]:
 
 def write_tree(parent: Path, files: dict[str, str]) -> Path:
     root = parent / PACKAGE
-    for name in ("__init__.py", "core/__init__.py", "torch/__init__.py", "jax/__init__.py"):
+    for name in (
+        "__init__.py",
+        "core/__init__.py",
+        "torch/__init__.py",
+        "jax/__init__.py",
+    ):
         files = {name: "", **files}
     for name, source in files.items():
         path = root / name
@@ -145,28 +178,98 @@ def test_the_arrows_hold():
     ("file", "source", "reported"),
     [
         ("core/tile.py", "import torch\n", ":1: core imports torch"),
-        ("core/tile.py", "from transformers import AutoModel\n", ":1: core imports transformers"),
-        ("core/tile.py", "def f():\n    import jax.numpy as jnp\n", ":2: core imports jax"),
-        ("core/tile.py", "import ringspan.torch.ring\n", ":1: core imports torch (ringspan.torch.ring)"),
-        ("core/tile.py", "from ringspan import torch\n", ":1: core imports torch (ringspan.torch)"),
-        ("core/tile.py", "from .. import plan\n", ":1: core imports plan (ringspan.plan)"),
-        ("core/tile.py", "from ringspan import causal\n", ":1: core imports the facade (ringspan.causal)"),
-        ("core/__init__.py", "from ..torch import ring\n", ":1: core imports torch (ringspan.torch.ring)"),
-        ("torch/kernels/cpu.py", "from ...jax.ring import f\n", ":1: torch imports jax (ringspan.jax.ring.f)"),
+        (
+            "core/tile.py",
+            "from transformers import AutoModel\n",
+            ":1: core imports transformers",
+        ),
+        (
+            "core/tile.py",
+            "def f():\n    import jax.numpy as jnp\n",
+            ":2: core imports jax",
+        ),
+        (
+            "core/tile.py",
+            "import ringspan.torch.ring\n",
+            ":1: core imports torch (ringspan.torch.ring)",
+        ),
+        (
+            "core/tile.py",
+            "from ringspan import torch\n",
+            ":1: core imports torch (ringspan.torch)",
+        ),
+        (
+            "core/tile.py",
+            "from .. import plan\n",
+            ":1: core imports plan (ringspan.plan)",
+        ),
+        (
+            "core/tile.py",
+            "from ringspan import causal\n",
+            ":1: core imports the facade (ringspan.causal)",
+        ),
+        (
+            "core/__init__.py",
+            "from ..torch import ring\n",
+            ":1: core imports torch (ringspan.torch.ring)",
+        ),
+        (
+            "torch/kernels/cpu.py",
+            "from ...jax.ring import f\n",
+            ":1: torch imports jax (ringspan.jax.ring.f)",
+        ),
         ("torch/ring.py", "import jax\n", ":1: torch imports jax"),
         ("gpu/attention.py", "import torch\n", ":1: gpu imports torch"),
-        ("gpu/attention.py", "from ..torch import ring\n", ":1: gpu imports torch (ringspan.torch.ring)"),
-        ("jax/ring.py", "try:\n    import torch\nexcept ImportError:\n    pass\n", ":2: jax imports torch"),
-        ("jax/ring.py", "def f():\n    from ..torch import ring\n", ":2: jax imports torch (ringspan.torch.ring)"),
-        ("torch/mesh.py", "from ringspan.train.loop import f\n", ":1: torch imports train (ringspan.train.loop.f)"),
-        ("plan/cost.py", "from ..cli.main import main\n", ":1: plan imports cli (ringspan.cli.main.main)"),
-        ("hf/loop.py", "from ..train import loop\n", ":1: hf imports train (ringspan.train.loop)"),
-        ("core/tile.py", "import importlib\nimportlib.import_module('torch')\n", ":2: core imports torch"),
-        ("torch/ring.py", "m = __import__('ringspan.jax.ring')\n", ":1: torch imports jax (ringspan.jax.ring)"),
-        ("core/tile.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch\n", ":4: core imports torch"),
+        (
+            "gpu/attention.py",
+            "from ..torch import ring\n",
+            ":1: gpu imports torch (ringspan.torch.ring)",
+        ),
+        (
+            "jax/ring.py",
+            "try:\n    import torch\nexcept ImportError:\n    pass\n",
+            ":2: jax imports torch",
+        ),
+        (
+            "jax/ring.py",
+            "def f():\n    from ..torch import ring\n",
+            ":2: jax imports torch (ringspan.torch.ring)",
+        ),
+        (
+            "torch/mesh.py",
+            "from ringspan.train.loop import f\n",
+            ":1: torch imports train (ringspan.train.loop.f)",
+        ),
+        (
+            "plan/cost.py",
+            "from ..cli.main import main\n",
+            ":1: plan imports cli (ringspan.cli.main.main)",
+        ),
+        (
+            "hf/loop.py",
+            "from ..train import loop\n",
+            ":1: hf imports train (ringspan.train.loop)",
+        ),
+        (
+            "core/tile.py",
+            "import importlib\nimportlib.import_module('torch')\n",
+            ":2: core imports torch",
+        ),
+        (
+            "torch/ring.py",
+            "m = __import__('ringspan.jax.ring')\n",
+            ":1: torch imports jax (ringspan.jax.ring)",
+        ),
+        (
+            "core/tile.py",
+            "if TYPE_CHECKING:\n    pass\nelse:\n    import torch\n",
+            ":4: core imports torch",
+        ),
     ],
 )
-def test_the_checker_reports_a_violation(tmp_path: Path, file: str, source: str, reported: str):
+def test_the_checker_reports_a_violation(
+    tmp_path: Path, file: str, source: str, reported: str
+):
     root = write_tree(tmp_path, {file: source})
     assert violations(root) == [f"{PACKAGE}/{file}{reported}"]
 
@@ -182,7 +285,11 @@ def test_the_checker_reports_a_cycle_and_an_unknown_folder(tmp_path: Path):
     )
     unknown, cycle = violations(root)
     assert unknown == "utils/: not a folder of the design"
-    assert cycle.startswith("cycle: ") and "train/data" in cycle and "train/config" in cycle
+    assert (
+        cycle.startswith("cycle: ")
+        and "train/data" in cycle
+        and "train/config" in cycle
+    )
 
 
 MAY_REPLACE = {
@@ -198,9 +305,18 @@ def replacements(source: str) -> list[int]:
     foreign = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            foreign |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            found += [node.lineno] if any("unittest" in name or name == "mock" for name in names) else []
+            foreign |= {
+                (alias.asname or alias.name).split(".")[0] for alias in node.names
+            }
+            names = [
+                getattr(node, "module", None) or "",
+                *(alias.name for alias in node.names),
+            ]
+            found += (
+                [node.lineno]
+                if any("unittest" in name or name == "mock" for name in names)
+                else []
+            )
 
     def is_foreign(node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
@@ -208,16 +324,30 @@ def replacements(source: str) -> list[int]:
         return isinstance(node, ast.Name) and node.id in foreign
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and is_foreign(node.value):
+        if (
+            isinstance(node, ast.Attribute)
+            and not isinstance(node.ctx, ast.Load)
+            and is_foreign(node.value)
+        ):
             found.append(node.lineno)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("setattr", "delattr")
+        ):
             found += [node.lineno] if is_foreign(node.args[0]) else []
     return sorted(set(found))
 
 
 def test_only_seams_that_torch_lacks_are_replaced():
-    files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
-    found = {name: replacements(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    files = {
+        path.relative_to(SOURCE / PACKAGE).as_posix(): path
+        for path in SOURCE.rglob("*.py")
+    }
+    found = {
+        name: replacements(path.read_text(encoding="utf-8"))
+        for name, path in files.items()
+    }
     assert {name for name, lines in found.items() if lines} == set(MAY_REPLACE), found
 
 
@@ -231,7 +361,10 @@ def test_only_seams_that_torch_lacks_are_replaced():
         ("class A:\n    x = 1\nA.x += 1\n", [3]),
         ("from unittest.mock import patch\n", [1]),
         ("from unittest import mock\n", [1]),
-        ("import torch\nx = torch.nn\nclass A:\n    def f(self):\n        self.x = f(torch).z = 1\n", []),
+        (
+            "import torch\nx = torch.nn\nclass A:\n    def f(self):\n        self.x = f(torch).z = 1\n",
+            [],
+        ),
     ],
 )
 def test_a_replacement_is_found(source: str, lines: list[int]):
@@ -252,7 +385,9 @@ TAKES_MODULES = {
 def takes_modules(source: str) -> bool:
     """Whether it indexes ``sys.modules``, or asks it for a module."""
     return any(
-        isinstance(node, ast.Attribute) and node.attr == "modules" and getattr(node.value, "id", None) == "sys"
+        isinstance(node, ast.Attribute)
+        and node.attr == "modules"
+        and getattr(node.value, "id", None) == "sys"
         for parent in ast.walk(ast.parse(source))
         if isinstance(parent, ast.Subscript | ast.Attribute)
         for node in [parent.value]
@@ -260,8 +395,15 @@ def takes_modules(source: str) -> bool:
 
 
 def test_modules_are_looked_up_only_where_explained():
-    files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
-    found = {name for name, path in files.items() if takes_modules(path.read_text(encoding="utf-8"))}
+    files = {
+        path.relative_to(SOURCE / PACKAGE).as_posix(): path
+        for path in SOURCE.rglob("*.py")
+    }
+    found = {
+        name
+        for name, path in files.items()
+        if takes_modules(path.read_text(encoding="utf-8"))
+    }
     assert found == set(TAKES_MODULES)
 
 
@@ -292,12 +434,23 @@ def test_importing_ringspan_loads_no_framework():
 
 def test_every_public_name_is_found_where_the_table_says():
     source = ast.parse((SOURCE / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    (guarded,) = (node for node in source.body if isinstance(node, ast.If) and is_type_checking(node.test))
-    for_checkers = {name for statement in guarded.body for _, name in imports(statement, (PACKAGE,))}
+    (guarded,) = (
+        node
+        for node in source.body
+        if isinstance(node, ast.If) and is_type_checking(node.test)
+    )
+    for_checkers = {
+        name for statement in guarded.body for _, name in imports(statement, (PACKAGE,))
+    }
     # Read from the module, so that the table, the imports of type checkers and __all__ cannot part.
-    assert for_checkers == {f"{module}.{name}" for name, module in ringspan._MODULES.items()}
+    assert for_checkers == {
+        f"{module}.{name}" for name, module in ringspan._MODULES.items()
+    }
     assert ringspan.__all__ == sorted(ringspan._MODULES)
     assert {*ringspan.__all__, "__version__"} <= set(dir(ringspan))
-    assert all(getattr(ringspan, name).__module__ == module for name, module in ringspan._MODULES.items())
+    assert all(
+        getattr(ringspan, name).__module__ == module
+        for name, module in ringspan._MODULES.items()
+    )
     with pytest.raises(AttributeError, match="has no attribute 'ring'"):
         ringspan.ring  # noqa: B018

@@ -41,12 +41,21 @@ def unreadable(mesh):
 def test_a_timed_out_test_names_the_waiting_rank_and_place(pool, monkeypatch, tmp_path):
     pool.run(give_the_signal_back, 4)  # ranks 2 and 3 are idle in what follows
     with monkeypatch.context() as patched:
-        patched.setattr(pool._pipes[1], "poll", lambda seconds: wait_for(tmp_path / "asleep") or seconds < 10)
+        patched.setattr(
+            pool._pipes[1],
+            "poll",
+            lambda seconds: wait_for(tmp_path / "asleep") or seconds < 10,
+        )
         patched.setattr(pool, "close", lambda: None)
-        with pytest.raises(TimeoutError, match="rank 1 did not answer within 100 s") as raised:
+        with pytest.raises(
+            TimeoutError, match="rank 1 did not answer within 100 s"
+        ) as raised:
             pool.run(sleep_on_rank_1, 2, tmp_path)
     assert all(process.is_alive() for process in pool._processes)
-    assert "sleep_on_rank_1" in str(raised.value).partition("rank 1: ")[2].partition("rank 2: ")[0]
+    assert (
+        "sleep_on_rank_1"
+        in str(raised.value).partition("rank 1: ")[2].partition("rank 2: ")[0]
+    )
     # As if it had answered all the same: the late answer is dropped.
     (tmp_path / "called").touch()
     pool._is_waiting = False

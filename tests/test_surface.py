@@ -17,7 +17,9 @@ def test_the_surface_is_that_of_the_file(part):
 
 def test_a_change_is_named_with_what_to_do():
     with pytest.raises(pytest.fail.Exception) as failed:
-        check({"a": "(x)", "b": "(y=1)", "c": None}, {"b": "(y=2)", "c": None, "d": "()"})
+        check(
+            {"a": "(x)", "b": "(y=1)", "c": None}, {"b": "(y=2)", "c": None, "d": "()"}
+        )
     head, *lines = str(failed.value).splitlines()
     assert "python -m tests.surface --write" in head
     assert lines == ["a went", "d came", "b was '(y=1)', is '(y=2)'"]

@@ -16,15 +16,26 @@ DROPPED = re.compile(
 ALLOWED = {
     "ringspan/jax/kernels/pallas.py": ("has a letter for each array",),
     # The keys of a profile that is written as JSON.
-    "ringspan/measure/trace/profile.py": ("``passages``", "passages: list[dict", "self.passages", "passages=["),
+    "ringspan/measure/trace/profile.py": (
+        "``passages``",
+        "passages: list[dict",
+        "self.passages",
+        "passages=[",
+    ),
     "ringspan/report/profile_page.py": ("profile.passages",),
 }
 
 # Habits of docstrings: a pattern, its count in src and what to write. A count may fall, and never rise again.
 HABITS = {
-    r"\A(What|Whether|Which|Who|How|Where|Why|Of|As|By|For|Those|That|While|Until)\b": (0, "a verb or a noun first"),
+    r"\A(What|Whether|Which|Who|How|Where|Why|Of|As|By|For|Those|That|While|Until)\b": (
+        0,
+        "a verb or a noun first",
+    ),
     r"\b[Nn]one where\b(?!\()": (0, "None if"),
-    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (19, "two sentences"),
+    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (
+        19,
+        "two sentences",
+    ),
     r"\b[Nn]one (when|for|of|is)\b": (15, "None if, or no X"),
     r"\bwhere (there|it|they|that|the|a|one|no|nothing)\b": (8, "if, when"),
     r"\b(that|those) of\b": (19, "the noun again"),
@@ -40,7 +51,11 @@ HABITS = {
     r"\bgo(es)? on\b": (1, "continue"),
 }
 LONGEST_NAME = 60  # characters of a test's name
-OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+OURS = {
+    name
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, Exception)
+}
 # An error says what to do in an imperative or by what must hold, or passes on a remedy or another error's text.
 REMEDY = re.compile(
     r"(?<![\w-])(add|append|build|call|change|choose|close|compute|convert|copy|correct|create|cut|delete|detach|download|"
@@ -53,13 +68,19 @@ REMEDY = re.compile(
 
 
 def nodes(folder: Path) -> Iterator[ast.AST]:
-    return (node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    return (
+        node
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
 
 
 def test_habits_of_translation_only_become_fewer():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docstrings = [
-        " ".join((ast.get_docstring(node) or "").split()) for node in nodes(SOURCE) if isinstance(node, kinds)
+        " ".join((ast.get_docstring(node) or "").split())
+        for node in nodes(SOURCE)
+        if isinstance(node, kinds)
     ]
     for pattern, (ceiling, remedy) in HABITS.items():
         count = sum(len(re.findall(pattern, docstring)) for docstring in docstrings)
@@ -69,21 +90,42 @@ def test_habits_of_translation_only_become_fewer():
 
 
 def test_names_of_tests_are_short():
-    names = [node.name for node in nodes(Path(__file__).parent) if isinstance(node, ast.FunctionDef)]
-    assert [name for name in names if name.startswith("test_") and len(name) > LONGEST_NAME] == [], "shorten these"
+    names = [
+        node.name
+        for node in nodes(Path(__file__).parent)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert [
+        name for name in names if name.startswith("test_") and len(name) > LONGEST_NAME
+    ] == [], "shorten these"
 
 
 def said(message: ast.AST) -> str:
     """The text of a message, and the names in it after a brace."""
-    found = [(getattr(node, "value", ""), getattr(node, "id", getattr(node, "attr", ""))) for node in ast.walk(message)]
-    return " ".join(f"{{{name}" if name else str(text) for text, name in found if name or isinstance(text, str))
+    found = [
+        (getattr(node, "value", ""), getattr(node, "id", getattr(node, "attr", "")))
+        for node in ast.walk(message)
+    ]
+    return " ".join(
+        f"{{{name}" if name else str(text)
+        for text, name in found
+        if name or isinstance(text, str)
+    )
 
 
 def test_every_error_of_ours_says_what_to_do():
     calls = [node for node in nodes(SOURCE) if isinstance(node, ast.Call) and node.args]
-    messages = [said(node.args[0]) for node in calls if getattr(node.func, "id", "") in OURS]
-    assert len(messages) > 700 and [message for message in messages if not REMEDY.search(message)] == []
-    assert [bool(REMEDY.search(said(ast.parse(text)))) for text in ('f"{x} is odd"', 'f"{x}; use 2"')] == [False, True]
+    messages = [
+        said(node.args[0]) for node in calls if getattr(node.func, "id", "") in OURS
+    ]
+    assert (
+        len(messages) > 700
+        and [message for message in messages if not REMEDY.search(message)] == []
+    )
+    assert [
+        bool(REMEDY.search(said(ast.parse(text))))
+        for text in ('f"{x} is odd"', 'f"{x}; use 2"')
+    ] == [False, True]
 
 
 def dropped_words(text: str) -> list[str]:
@@ -96,7 +138,9 @@ def test_metaphors_for_messages_do_not_occur():
     for file in sorted(SOURCE.rglob("*.py")):
         name, text = file.relative_to(SOURCE).as_posix(), file.read_text()
         for ordinary in ALLOWED.get(name, ()):
-            assert ordinary in text, f"{name} no longer has {ordinary!r}: take it off the list"
+            assert ordinary in text, (
+                f"{name} no longer has {ordinary!r}: take it off the list"
+            )
             text = text.replace(ordinary, "")
         if words := dropped_words(text):
             found[name] = words
@@ -105,5 +149,18 @@ def test_metaphors_for_messages_do_not_occur():
 
 def test_words_are_found_in_prose_and_in_identifiers():
     text = "self._mailboxes _LETTERS: class NextParcel(mail.x) manieth journey of freight gradient_wire SharedMailBox"
-    found = ["mailboxes", "letters", "parcel", "mail", "manieth", "journey", "freight", "wire", "mail box"]
-    assert dropped_words(text) == found and dropped_words("newsletter, passenger, e-mailed") == []
+    found = [
+        "mailboxes",
+        "letters",
+        "parcel",
+        "mail",
+        "manieth",
+        "journey",
+        "freight",
+        "wire",
+        "mail box",
+    ]
+    assert (
+        dropped_words(text) == found
+        and dropped_words("newsletter, passenger, e-mailed") == []
+    )

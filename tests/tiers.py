@@ -14,7 +14,18 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 # What takes seconds to import, in each worker.
 HEAVY: Final = frozenset(
-    {"accelerate", "datasets", "flax", "jax", "lightning", "lm_eval", "peft", "transformers", "trl", "diffusers"}
+    {
+        "accelerate",
+        "datasets",
+        "flax",
+        "jax",
+        "lightning",
+        "lm_eval",
+        "peft",
+        "transformers",
+        "trl",
+        "diffusers",
+    }
 )
 
 
@@ -29,7 +40,9 @@ def group(test: str) -> str:
     """
     file, _, name = test.partition("::")
     path, function = ROOT / file, name.partition("[")[0]
-    return next((ranks for ranks in ("world", "pool") if function in _takers(path, ranks)), file)
+    return next(
+        (ranks for ranks in ("world", "pool") if function in _takers(path, ranks)), file
+    )
 
 
 def _takes(path: Path, fixture: str) -> bool:
@@ -39,11 +52,17 @@ def _takes(path: Path, fixture: str) -> bool:
 @functools.cache
 def _takers(path: Path, fixture: str) -> set[str]:
     """Return the functions of the file that take the fixture, or one of the file that does."""
-    functions = [node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef)
+    ]
     takers, last = {fixture}, set[str]()
     while takers != last:
         last = takers
-        takers = takers | {each.name for each in functions if takers & {argument.arg for argument in each.args.args}}
+        takers = takers | {
+            each.name
+            for each in functions
+            if takers & {argument.arg for argument in each.args.args}
+        }
     return takers - {fixture}
 
 
@@ -61,7 +80,9 @@ def _imports_heavy(path: Path, above: frozenset[Path]) -> bool:
         names = list(_imported(path))
         ours = {file for name in names for file in _files(name)}
         heavy = any(name.partition(".")[0] in HEAVY for name in names)
-        _judged[path] = heavy or any(_imports_heavy(file, above | {path}) for file in ours)
+        _judged[path] = heavy or any(
+            _imports_heavy(file, above | {path}) for file in ours
+        )
     return _judged.get(path, False)
 
 
@@ -89,7 +110,12 @@ def is_type_checking(test: ast.expr) -> bool:
 def _files(name: str) -> Iterator[Path]:
     """Yield the files of ours that importing the name runs: its packages' and its own."""
     parts = name.split(".")
-    base = {"ringspan": ROOT / "src", "tests": ROOT, "benchmarks": ROOT, "examples": ROOT}.get(parts[0])
+    base = {
+        "ringspan": ROOT / "src",
+        "tests": ROOT,
+        "benchmarks": ROOT,
+        "examples": ROOT,
+    }.get(parts[0])
     if base is None:
         return
     for end in range(1, len(parts) + 1):

@@ -26,7 +26,14 @@ FOLDER: Final = ROOT / ".venv-unpinned"
 WATCHED: Final = ("torch", "transformers", "trl")
 """Packages of which a new minor release may move what ringspan needs."""
 
-TOOLS: Final = ("pillow", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
+TOOLS: Final = (
+    "pillow",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "setuptools",
+)
 # What FSDP2, models and trainers of a new release break first, then the rest that depends on them.
 FOLDERS: Final = (
     "tests/torch/memory",
@@ -39,21 +46,34 @@ FOLDERS: Final = (
     "tests/hf",
     "tests/lightning",
 )
-SHOWN: Final = ("torch", "transformers", "trl", "accelerate", "peft", "triton", "python")
+SHOWN: Final = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "peft",
+    "triton",
+    "python",
+)
 
 
 def main() -> int:
     arguments = _arguments()
     if arguments.check:
         return check()
-    python = environment(arguments.python, {"torch": arguments.torch, "transformers": arguments.transformers})
+    python = environment(
+        arguments.python,
+        {"torch": arguments.torch, "transformers": arguments.transformers},
+    )
     versions = _installed(python)
     print("  ".join(f"{name} {versions[name]}" for name in SHOWN), flush=True)
     if arguments.only_install:
         return 0
     row = run(python, versions, [*(arguments.tests or FOLDERS)])
     keep(row)
-    print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped; see {RESULT.relative_to(ROOT)}")
+    print(
+        f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped; see {RESULT.relative_to(ROOT)}"
+    )
     return int(row["failed"] > 0)
 
 
@@ -63,35 +83,81 @@ def _arguments() -> argparse.Namespace:
         description="Run the tests with given releases, by default the newest, and keep which passed.",
         epilog="Example: python -m tests.versions --torch 2.14.1 --python 3.12 -- tests/torch/memory",
     )
-    parser.add_argument("--torch", help="a release, as 2.14.1; by default the newest, also beyond what is supported")
+    parser.add_argument(
+        "--torch",
+        help="a release, as 2.14.1; by default the newest, also beyond what is supported",
+    )
     parser.add_argument("--transformers", help="a release, as 5.23.0")
-    parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}", help="as 3.12")
-    parser.add_argument("--check", action="store_true", help="warn of releases in the registry that have no row")
-    parser.add_argument("--only-install", action="store_true", help="make the environment and run no test")
-    parser.add_argument("tests", nargs="*", help="tests to run, after --; `tests` is the whole suite")
+    parser.add_argument(
+        "--python",
+        default=f"{sys.version_info[0]}.{sys.version_info[1]}",
+        help="as 3.12",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="warn of releases in the registry that have no row",
+    )
+    parser.add_argument(
+        "--only-install",
+        action="store_true",
+        help="make the environment and run no test",
+    )
+    parser.add_argument(
+        "tests", nargs="*", help="tests to run, after --; `tests` is the whole suite"
+    )
     return parser.parse_args()
 
 
 def environment(python: str, pinned: dict[str, str | None]) -> Path:
     """Make or renew a virtual environment with the wanted releases; return its interpreter."""
-    name = "-".join([python, *(f"{package}{release}" for package, release in pinned.items() if release)])
+    name = "-".join(
+        [
+            python,
+            *(f"{package}{release}" for package, release in pinned.items() if release),
+        ]
+    )
     place = FOLDER / name / "bin" / "python"
     uv = FOLDER / "uv" / "bin" / "uv"
     if not uv.exists():
         subprocess.run([sys.executable, "-m", "venv", uv.parents[1]], check=True)
-        subprocess.run([uv.with_name("python"), "-m", "pip", "install", "-q", "uv"], check=True)
-    settings = os.environ | {"UV_CACHE_DIR": str(FOLDER / "cache"), "UV_HTTP_TIMEOUT": "300"}
+        subprocess.run(
+            [uv.with_name("python"), "-m", "pip", "install", "-q", "uv"], check=True
+        )
+    settings = os.environ | {
+        "UV_CACHE_DIR": str(FOLDER / "cache"),
+        "UV_HTTP_TIMEOUT": "300",
+    }
     if "PIP_INDEX_URL" in os.environ:
         settings["UV_DEFAULT_INDEX"] = os.environ["PIP_INDEX_URL"]
     if "PIP_CERT" in os.environ:
         settings["SSL_CERT_FILE"] = os.environ["PIP_CERT"]
     if not place.exists():
-        subprocess.run([uv, "venv", "-q", "--python", python, place.parents[1]], check=True, env=settings)
+        subprocess.run(
+            [uv, "venv", "-q", "--python", python, place.parents[1]],
+            check=True,
+            env=settings,
+        )
     # An override takes the place of every bound, of ringspan's too: what is newest may lie beyond them.
     overrides = FOLDER / f"{name}.txt"
     exact = {package: f"=={release}" for package, release in pinned.items() if release}
-    overrides.write_text("".join(f"{package}{exact.get(package, '')}\n" for package in WATCHED), encoding="utf-8")
-    command = [uv, "pip", "install", "-q", "-U", "--python", place, "--overrides", overrides, "-e", ".[all]"]
+    overrides.write_text(
+        "".join(f"{package}{exact.get(package, '')}\n" for package in WATCHED),
+        encoding="utf-8",
+    )
+    command = [
+        uv,
+        "pip",
+        "install",
+        "-q",
+        "-U",
+        "--python",
+        place,
+        "--overrides",
+        overrides,
+        "-e",
+        ".[all]",
+    ]
     extra = ["bitsandbytes", "triton; platform_system == 'Linux'", *TOOLS]
     subprocess.run([*command, *extra], check=True, env=settings, cwd=ROOT)
     return place
@@ -104,7 +170,11 @@ from importlib.metadata import version
 found = {{name: version(name) for name in {SHOWN[:-1]!r}}}
 print(json.dumps(found | {{"python": platform.python_version()}}))
 """
-    return json.loads(subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [python, "-c", asked], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 # What may share the machine by a process for each core, then what waits for processes by the clock.
@@ -116,16 +186,31 @@ STEPS: Final = {
 
 def run(python: Path, versions: dict[str, str], tests: list[str]) -> dict[str, Any]:
     """Run tests in an environment; return their counts, the names that failed, and the releases."""
-    name = f"versions-{versions['torch']}-{versions['transformers']}-{versions['python']}"
+    name = (
+        f"versions-{versions['torch']}-{versions['transformers']}-{versions['python']}"
+    )
     found: list[dict[str, Any]] = []
     for number, (marked, workers) in enumerate(STEPS.items()):
         report = ROOT / "build" / f"{name}-{number}.xml"
         report.parent.mkdir(exist_ok=True)
-        command = [python, "-m", "pytest", "-m", f"{marked} and not long and not seeded", f"--junitxml={report}"]
-        settings = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-m",
+            f"{marked} and not long and not seeded",
+            f"--junitxml={report}",
+        ]
+        settings = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+        }
         subprocess.run([*command, *workers, *tests], cwd=ROOT, env=settings)
         found.append(counts(report))
-    total = {key: sum((each[key] for each in found), type(found[0][key])()) for key in found[0]}
+    total = {
+        key: sum((each[key] for each in found), type(found[0][key])())
+        for key in found[0]
+    }
     return versions | {"date": date.today().isoformat(), "tests": tests} | total
 
 
@@ -134,7 +219,9 @@ def counts(report: Path) -> dict[str, Any]:
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None, f"{report} has no suite"
     failed = [
-        case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None
+        case
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
     ]
     skipped, total = int(suite.get("skipped", 0)), int(suite.get("tests", 0))
     return {
@@ -148,11 +235,19 @@ def counts(report: Path) -> dict[str, Any]:
 def keep(row: dict[str, Any]) -> None:
     """Add a row to the table in place of an earlier one of the same releases and tests."""
     kept = (
-        json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"command": "make unpinned", "rows": []}
+        json.loads(RESULT.read_text(encoding="utf-8"))
+        if RESULT.exists()
+        else {"command": "make unpinned", "rows": []}
     )
     rows = [each for each in kept["rows"] if _identity(each) != _identity(row)]
-    rows = sorted([*rows, row], key=lambda each: [*map(_numbers, _identity(each)[:3]), each["tests"]], reverse=True)
-    RESULT.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    rows = sorted(
+        [*rows, row],
+        key=lambda each: [*map(_numbers, _identity(each)[:3]), each["tests"]],
+        reverse=True,
+    )
+    RESULT.write_text(
+        json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -171,7 +266,9 @@ def check() -> int:
         if newest is None:
             print(f"warning: the registry was not asked for {package}")
         elif all(_numbers(row[package])[:2] != _numbers(newest)[:2] for row in rows):
-            print(f"warning: {package} {newest} is in the registry and was never tried: run make unpinned")
+            print(
+                f"warning: {package} {newest} is in the registry and was never tried: run make unpinned"
+            )
     return 0
 
 
@@ -180,7 +277,11 @@ def _newest(package: str) -> str | None:
     command = [sys.executable, "-m", "pip", "index", "versions", package]
     try:
         asked = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=os.environ | {"PIP_CONSTRAINT": os.devnull}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"PIP_CONSTRAINT": os.devnull},
         )
     except subprocess.TimeoutExpired:
         return None

@@ -16,7 +16,9 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """``ring_attention`` on a zigzag layout with the given mask, for ``--layout zigzag``."""
     layout = Layout("zigzag", length, dist.get_world_size(group))
-    return ring_attention(q, k, v, mask=mask_of(causal, window, documents), layout=layout, group=group)
+    return ring_attention(
+        q, k, v, mask=mask_of(causal, window, documents), layout=layout, group=group
+    )
 
 
 def mask_of(is_causal: bool, window: int | None, lengths: Sequence[int] | None) -> Mask:

@@ -25,7 +25,15 @@ START_SECONDS: Final = 300.0
 class Ranks:
     """``size`` processes that call ``module:function`` names."""
 
-    def __init__(self, size: int, attention: str, loss: str | None, layout: str, device: str, seconds: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        attention: str,
+        loss: str | None,
+        layout: str,
+        device: str,
+        seconds: float,
+    ) -> None:
         self.size, self._seconds = size, seconds
         self._arguments = (attention, loss, layout, device, seconds)
         self._processes: list[Any] = []
@@ -39,7 +47,9 @@ class Ranks:
             found = [self._answer(pipe, START_SECONDS) for pipe in self._pipes]
             if found != [READY] * self.size:
                 self.close()
-                return ["did not start" if each in (None, READY) else each for each in found]
+                return [
+                    "did not start" if each in (None, READY) else each for each in found
+                ]
         for pipe in self._pipes:
             pipe.send(case)
         found = [self._answer(pipe, self._seconds) for pipe in self._pipes]
@@ -60,7 +70,9 @@ class Ranks:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs, os.getcwd(), *self._arguments), daemon=True
+                target=_serve,
+                args=(rank, self.size, store, theirs, os.getcwd(), *self._arguments),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -83,8 +95,12 @@ def find(name: str) -> Any:
         raise ValueError(f"{name!r} is not module:function")
     try:
         found = getattr(import_module(module), function)
-    except Exception as error:  # somebody's module may raise anything while it is imported
-        raise ValueError(f"cannot find {name}: {type(error).__name__}: {one_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # somebody's module may raise anything while it is imported
+        raise ValueError(
+            f"cannot find {name}: {type(error).__name__}: {one_line(error)}"
+        ) from error
     if not callable(found):
         raise ValueError(f"{name} is a {type(found).__name__}, not a function")
     return found
@@ -105,16 +121,21 @@ def _serve(
         if device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=seconds),
-        )  # fmt: skip
+        )
         setting = Setting(*functions, layout, dist.group.WORLD, torch.device(device))
         while True:
             pipe.send(outcome(case.run, setting, case.problem))
             case = CASES[pipe.recv()]
 
 
-def outcome(run: Callable[[Setting, Problem], Parts], setting: Setting, problem: Problem) -> Parts | str:
+def outcome(
+    run: Callable[[Setting, Problem], Parts], setting: Setting, problem: Problem
+) -> Parts | str:
     """Return a case's parts, or what was raised, in a line; what is not implemented says so first."""
     try:
         return run(setting, problem)
@@ -133,6 +154,8 @@ def joined(found: Sequence[Parts]) -> dict[str, float]:
     names = {name: None for each in found for name in each}
     errors: dict[str, float] = {}
     for name in names:
-        wrong, right = map(sum, zip(*(each.get(name, (math.inf, 0.0)) for each in found), strict=True))
+        wrong, right = map(
+            sum, zip(*(each.get(name, (math.inf, 0.0)) for each in found), strict=True)
+        )
         errors[name] = (wrong / right) ** 0.5 if right else math.inf
     return errors

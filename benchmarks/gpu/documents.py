@@ -15,12 +15,16 @@ def lengths_of(total: int, mean: int, seed: int = 0) -> list[int]:
     return [length for length in lengths if length]
 
 
-def batch_of(vocabulary: int, total: int, mean: int = 0, seed: int = 0) -> dict[str, Tensor]:
+def batch_of(
+    vocabulary: int, total: int, mean: int = 0, seed: int = 0
+) -> dict[str, Tensor]:
     """A row of random tokens, which routers send to different experts; of documents if they have a mean length."""
     ids = torch.randint(vocabulary, (1, total))
     batch = {"input_ids": ids, "labels": ids}
     if mean:
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths_of(total, mean, seed)])[None]
+        batch["position_ids"] = torch.cat(
+            [torch.arange(length) for length in lengths_of(total, mean, seed)]
+        )[None]
     return batch
 
 

@@ -42,18 +42,28 @@ _KINDS: Final[dict[str, dict[str, Any]]] = {
 
 
 @contextmanager
-def _stepping(kind: str, num_layers: int, tokens: int, *, is_packed: bool, compile: bool = False) -> Any:
+def _stepping(
+    kind: str, num_layers: int, tokens: int, *, is_packed: bool, compile: bool = False
+) -> Any:
     """A function that takes a step of a small model as rank 0 of a ring, on documents drawn by a number."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setting = Setting(length=_RING * tokens, ring=_RING, compile=compile, parameter_dtype="bfloat16")
+    setting = Setting(
+        length=_RING * tokens, ring=_RING, compile=compile, parameter_dtype="bfloat16"
+    )
     with fake_mesh(setting, 0, device.type) as mesh:
-        config = AutoConfig.for_model(kind, num_hidden_layers=num_layers, **_SIZES | _KINDS[kind])
+        config = AutoConfig.for_model(
+            kind, num_hidden_layers=num_layers, **_SIZES | _KINDS[kind]
+        )
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16
+            ).train()
         model = put_on_mesh(model, mesh, setting)
 
         def take(draw: int, around: Callable[[], Any] | None = None) -> Any:
-            batch = batch_of(config.vocab_size, setting.length, tokens // 2 * is_packed, draw)
+            batch = batch_of(
+                config.vocab_size, setting.length, tokens // 2 * is_packed, draw
+            )
             local = rs.shard_batch(batch, mesh, layout=setting.layout, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -85,11 +95,19 @@ def _waits() -> Any:
     ]
 
 
-def waits(kind: str, quick: bool, *, is_packed: bool = True, compile: bool = False) -> dict[str, Any]:
+def waits(
+    kind: str, quick: bool, *, is_packed: bool = True, compile: bool = False
+) -> dict[str, Any]:
     """Host waits for the device in a second step, by place, and per layer: from models of 2 and 6 layers."""
     found: dict[str, Any] = {}
     for num_layers in (2, 6):
-        with _stepping(kind, num_layers, 64 if quick else 1024, is_packed=is_packed, compile=compile) as take:
+        with _stepping(
+            kind,
+            num_layers,
+            64 if quick else 1024,
+            is_packed=is_packed,
+            compile=compile,
+        ) as take:
             take(0)
             found[f"of {num_layers} layers"] = dict(Counter(take(1, _waits)))
     few, many = (sum(each.values()) for each in found.values())
@@ -103,7 +121,9 @@ def recompiles(quick: bool) -> dict[str, Any]:
     for name in ("eager", "compiled"):
         steps = found[name] = []
         is_compiled = name == "compiled" and not quick
-        with _stepping("llama", 2, 64 if quick else 1024, is_packed=True, compile=is_compiled) as take:
+        with _stepping(
+            "llama", 2, 64 if quick else 1024, is_packed=True, compile=is_compiled
+        ) as take:
             for draw in range(2 if quick else 8):
                 seconds = []
                 for _ in range(2):
@@ -112,7 +132,13 @@ def recompiles(quick: bool) -> dict[str, Any]:
                     if torch.cuda.is_available():
                         torch.cuda.synchronize()
                     seconds.append(time.perf_counter() - started)
-                steps.append({"graphs": counters["unique_graphs"], "new": seconds[0], "again": seconds[1]})
+                steps.append(
+                    {
+                        "graphs": counters["unique_graphs"],
+                        "new": seconds[0],
+                        "again": seconds[1],
+                    }
+                )
     return found
 
 
@@ -122,7 +148,9 @@ def determinism(quick: bool) -> dict[str, Any]:
     length, heads = (64, 2) if quick else (8192, 32)
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, dout = (
-        torch.randn(1, n, length, 128, generator=generator, device=device, dtype=torch.bfloat16)
+        torch.randn(
+            1, n, length, 128, generator=generator, device=device, dtype=torch.bfloat16
+        )
         for n in (heads, heads // 2, heads // 2, heads)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -132,16 +160,26 @@ def determinism(quick: bool) -> dict[str, Any]:
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
     found: dict[str, Any] = {}
-    masks = {"causal": "causal", "window": f"window:{length // 8}", "documents": documents(length, length // 8)}
+    masks = {
+        "causal": "causal",
+        "window": f"window:{length // 8}",
+        "documents": documents(length, length // 8),
+    }
     for name, text in masks.items():
         call = partial(both, rs.Mask.parse(text))
         for mode in (False, True):
             torch.use_deterministic_algorithms(mode)
             try:
                 first, *others = (call() for _ in range(4))
-                same = [all(bool((a == b).all()) for a, b in zip(first, other, strict=True)) for other in others]
+                same = [
+                    all(bool((a == b).all()) for a, b in zip(first, other, strict=True))
+                    for other in others
+                ]
                 seconds = min(timed(call, device) for _ in range(5))
-                found[f"{name}, {'deterministic' if mode else 'default'}"] = {"same": all(same), "seconds": seconds}
+                found[f"{name}, {'deterministic' if mode else 'default'}"] = {
+                    "same": all(same),
+                    "seconds": seconds,
+                }
             finally:
                 torch.use_deterministic_algorithms(False)
     return found

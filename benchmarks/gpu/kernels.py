@@ -18,7 +18,10 @@ from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import Scores
 
 _KINDS: Final = ("forward", "backward")
-_BACKENDS: Final = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
+_BACKENDS: Final = {
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+}
 Passes = dict[str, Callable[[], Any]]
 
 
@@ -39,7 +42,11 @@ class Case:
 
     def shrunk(self) -> "Case":
         """For a dry run of the script."""
-        mask = "documents:9,40,15" if self.mask.startswith("documents") else self.mask.replace("4096", "20")
+        mask = (
+            "documents:9,40,15"
+            if self.mask.startswith("documents")
+            else self.mask.replace("4096", "20")
+        )
         return Case(mask=mask, tokens=64, head_dim=16, heads=2, kv_heads=1)
 
 
@@ -57,11 +64,22 @@ def _measure(case: Case) -> dict[str, Any]:
 
     def random(heads: int) -> Tensor:
         shape = 1, case.tokens, heads, case.head_dim
-        return torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2)
+        return (
+            torch.randn(shape, generator=generator, device=device)
+            .to(dtype)
+            .transpose(1, 2)
+        )
 
-    q, dout, k, v = random(case.heads), random(case.heads), random(case.kv_heads), random(case.kv_heads)
+    q, dout, k, v = (
+        random(case.heads),
+        random(case.heads),
+        random(case.kv_heads),
+        random(case.kv_heads),
+    )
     scores = Scores(case.head_dim**-0.5)
-    names = tuple(name for name in kernels.serving("auto", q, v, scores) if name != "eager")
+    names = tuple(
+        name for name in kernels.serving("auto", q, v, scores) if name != "eager"
+    )
     contenders: dict[str, Passes] = {}
     with torch.no_grad():
         for name in names:
@@ -75,16 +93,24 @@ def _measure(case: Case) -> dict[str, Any]:
     flops = 4.0 * schedule.num_pairs * case.heads * case.head_dim
     chosen = kernels.choose(names, schedule.hops[0].bands, q).name
     measured = {name: each for name, each in seconds.items() if "error" not in each}
-    fastest = {kind: min(measured, key=lambda name: measured[name][kind]) for kind in _KINDS}
+    fastest = {
+        kind: min(measured, key=lambda name: measured[name][kind]) for kind in _KINDS
+    }
     return {
         "seconds": seconds,
         "flops_per_second": {
-            name: {"forward": flops / each["forward"], "backward": 2.5 * flops / each["backward"]}
+            name: {
+                "forward": flops / each["forward"],
+                "backward": 2.5 * flops / each["backward"],
+            }
             for name, each in measured.items()
         },
         "chosen": chosen,
         "fastest": fastest,
-        "fraction_of_fastest": {kind: measured[fastest[kind]][kind] / measured[chosen][kind] for kind in _KINDS},
+        "fraction_of_fastest": {
+            kind: measured[fastest[kind]][kind] / measured[chosen][kind]
+            for kind in _KINDS
+        },
     }
 
 
@@ -99,11 +125,15 @@ def _time(passes: Passes, device: torch.device) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _sdpa(backend: SDPBackend, is_causal: bool, dout: Tensor, *inputs: Tensor) -> Passes:
+def _sdpa(
+    backend: SDPBackend, is_causal: bool, dout: Tensor, *inputs: Tensor
+) -> Passes:
     def forward() -> Tensor:
         with sdpa_kernel(backend):
             q, k, v = leaves
-            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, enable_gqa=True
+            )
 
     return _by_autograd(forward, dout, leaves := _leaves(*inputs))
 
@@ -117,23 +147,33 @@ def _flex(mask: str, dout: Tensor, *inputs: Tensor) -> Passes:
     document = torch.zeros(tokens, dtype=torch.int32, device=device)
     window = tokens
     if mask.startswith("documents:"):
-        ends = torch.tensor([int(length) for length in mask.split(":")[1].split(",")], device=device).cumsum(0)
-        document = torch.bucketize(torch.arange(tokens, device=device), ends, right=True)
+        ends = torch.tensor(
+            [int(length) for length in mask.split(":")[1].split(",")], device=device
+        ).cumsum(0)
+        document = torch.bucketize(
+            torch.arange(tokens, device=device), ends, right=True
+        )
     elif mask.startswith("window:"):
         window = int(mask.split(":")[1])
 
     def allowed(b: Any, h: Any, row: Any, key: Any) -> Any:
         return (row >= key) & (row - key < window) & (document[row] == document[key])
 
-    block_mask = create_block_mask(allowed, None, None, tokens, tokens, device=str(device), _compile=True)
-    return _by_autograd(lambda: compiled(*leaves, block_mask=block_mask, enable_gqa=True), dout, leaves)
+    block_mask = create_block_mask(
+        allowed, None, None, tokens, tokens, device=str(device), _compile=True
+    )
+    return _by_autograd(
+        lambda: compiled(*leaves, block_mask=block_mask, enable_gqa=True), dout, leaves
+    )
 
 
 def _leaves(*inputs: Tensor) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in inputs]
 
 
-def _by_autograd(forward: Callable[[], Any], dout: Tensor, leaves: list[Tensor]) -> Passes:
+def _by_autograd(
+    forward: Callable[[], Any], dout: Tensor, leaves: list[Tensor]
+) -> Passes:
     kept: list[Tensor] = []
 
     def first() -> None:
@@ -141,5 +181,7 @@ def _by_autograd(forward: Callable[[], Any], dout: Tensor, leaves: list[Tensor])
 
     return {
         "forward": first,
-        "backward": lambda: torch.autograd.grad(kept[0], leaves, dout, retain_graph=True),
+        "backward": lambda: torch.autograd.grad(
+            kept[0], leaves, dout, retain_graph=True
+        ),
     }

@@ -24,19 +24,42 @@ _KERNELS: Final = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton", "ea
 
 def facts(quick: bool) -> dict[str, Any]:
     """Device, driver, versions; the speed of a large matrix product and of a copy, which bound everything else."""
-    found: dict[str, Any] = {"packages": {name: package_version(name) for name in _PACKAGES}}
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    found: dict[str, Any] = {
+        "packages": {name: package_version(name) for name in _PACKAGES}
+    }
+    device, dtype = (
+        ("cuda", torch.bfloat16)
+        if torch.cuda.is_available()
+        else ("cpu", torch.float32)
+    )
     if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        query = [
+            "nvidia-smi",
+            "--query-gpu=driver_version,power.limit,clocks.max.sm",
+            "--format=csv,noheader",
+        ]
+        found["driver"] = subprocess.run(
+            query, capture_output=True, text=True
+        ).stdout.strip()
         properties = torch.cuda.get_device_properties(0)
-        found |= {"capability": torch.cuda.get_device_capability(), "memory_bytes": properties.total_memory}
-        found |= {"multiprocessors": properties.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
+        found |= {
+            "capability": torch.cuda.get_device_capability(),
+            "memory_bytes": properties.total_memory,
+        }
+        found |= {
+            "multiprocessors": properties.multi_processor_count,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     size = 256 if quick else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     found["matmul_flops_per_second"] = 2 * size**3 / _seconds(lambda: a @ b)
-    source, target = (torch.empty(1 << (16 if quick else 28), dtype=torch.uint8, device=device) for _ in range(2))
-    found["copy_bytes_per_second"] = source.nbytes / _seconds(lambda: target.copy_(source))
+    source, target = (
+        torch.empty(1 << (16 if quick else 28), dtype=torch.uint8, device=device)
+        for _ in range(2)
+    )
+    found["copy_bytes_per_second"] = source.nbytes / _seconds(
+        lambda: target.copy_(source)
+    )
     return found
 
 
@@ -49,20 +72,36 @@ def kernel_errors(quick: bool) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = 64 if quick else 1024
-    documents = rs.documents([length // 8, length // 2, length - length // 8 - length // 2])
-    masks = {"causal": rs.causal(), "window": rs.sliding_window(length // 5), "documents": documents}
+    documents = rs.documents(
+        [length // 8, length // 2, length - length // 8 - length // 2]
+    )
+    masks = {
+        "causal": rs.causal(),
+        "window": rs.sliding_window(length // 5),
+        "documents": documents,
+    }
     found: dict[str, Any] = {}
     for name in (*_KERNELS, "cpu"):
         found[name] = {}
         for text, mask in masks.items():
-            problem = Problem(length, mask, heads=4, groups=2, size=64, dtype=torch.bfloat16, device=device)
+            problem = Problem(
+                length,
+                mask,
+                heads=4,
+                groups=2,
+                size=64,
+                dtype=torch.bfloat16,
+                device=device,
+            )
             reason = kernels.why_not(name, problem.q, problem.v, Scores(1.0))
             if reason or (name == "triton" and device == "cpu"):
                 found[name] = {"why_not": reason or "only interpreted here"}
                 break
             try:
                 errors = problem.errors("zigzag", 1, kernel=name)
-                found[name][text] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
+                found[name][text] = dict(
+                    zip(("out", "dq", "dk", "dv"), errors, strict=True)
+                )
             except Exception as error:
                 found[name][text] = {"error": f"{type(error).__name__}: {error}"}
     return found
@@ -75,12 +114,26 @@ def errors_by_ranks(quick: bool) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = 64 if quick else 2048
-    problem = Problem(length, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16, device=device)
+    problem = Problem(
+        length,
+        rs.causal(),
+        heads=4,
+        groups=2,
+        size=64,
+        dtype=torch.bfloat16,
+        device=device,
+    )
     rows = []
     for kernel in ("auto", "triton") if device == "cuda" else ("auto",):
         for ranks in (1, 8, 64 if device == "cuda" else 16):
             errors = problem.errors("zigzag", ranks, kernel=kernel)
-            rows.append({"kernel": kernel, "ranks": ranks, **dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))})
+            rows.append(
+                {
+                    "kernel": kernel,
+                    "ranks": ranks,
+                    **dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
+                }
+            )
     return {"length": length, "rows": rows}
 
 
@@ -90,20 +143,36 @@ def merge(quick: bool) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = 64 if quick else 8192
-    out, lse = torch.randn(1, 32, rows, 128, device=device), torch.randn(1, 32, rows, device=device)
+    out, lse = (
+        torch.randn(1, 32, rows, 128, device=device),
+        torch.randn(1, 32, rows, device=device),
+    )
     new, new_lse = torch.randn_like(out).bfloat16(), torch.randn_like(lse)
-    found = {"rows": rows, "eager_seconds": _seconds(lambda: merge_into(out, lse, new, new_lse))}
+    found = {
+        "rows": rows,
+        "eager_seconds": _seconds(lambda: merge_into(out, lse, new, new_lse)),
+    }
     if device == "cuda":
         from ringspan.torch.kernels.partials import triton_merge
 
         result, many = torch.empty_like(new), [(new, new_lse)] * 8
-        found["fused_seconds"] = _seconds(lambda: triton_merge.merge_many(out, lse, [(out, lse), (new, new_lse)]))
+        found["fused_seconds"] = _seconds(
+            lambda: triton_merge.merge_many(out, lse, [(out, lse), (new, new_lse)])
+        )
         moved = 2 * (out.nbytes + lse.nbytes) + new.nbytes + new_lse.nbytes
         found["fused_bytes_per_second"] = moved / found["fused_seconds"]
-        found["of_eight_seconds"] = _seconds(lambda: triton_merge.merge_many(result, lse, many))
-        found["of_eight_bytes_per_second"] = 9 * (new.nbytes + lse.nbytes) / found["of_eight_seconds"]
-        found["sum_of_eight_seconds"] = _seconds(lambda: triton_merge.sum_many(result, [new] * 8))
-        found["sum_of_eight_bytes_per_second"] = 9 * new.nbytes / found["sum_of_eight_seconds"]
+        found["of_eight_seconds"] = _seconds(
+            lambda: triton_merge.merge_many(result, lse, many)
+        )
+        found["of_eight_bytes_per_second"] = (
+            9 * (new.nbytes + lse.nbytes) / found["of_eight_seconds"]
+        )
+        found["sum_of_eight_seconds"] = _seconds(
+            lambda: triton_merge.sum_many(result, [new] * 8)
+        )
+        found["sum_of_eight_bytes_per_second"] = (
+            9 * new.nbytes / found["sum_of_eight_seconds"]
+        )
     return found
 
 
@@ -111,8 +180,21 @@ def _ring(**changes: Any) -> Callable[[bool], dict[str, Any]]:
     def measure(quick: bool) -> dict[str, Any]:
         case = RingCase(error_ranks=(), **changes)
         if quick:
-            mask = "window:20" if "window" in case.mask else "documents:9,40,70,9" if ":" in case.mask else case.mask
-            small = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "repeats": 1, "mask": mask}
+            mask = (
+                "window:20"
+                if "window" in case.mask
+                else "documents:9,40,70,9"
+                if ":" in case.mask
+                else case.mask
+            )
+            small = {
+                "tokens": 16,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "repeats": 1,
+                "mask": mask,
+            }
             case = replace(case, kernel="auto", **small)
         return run(case)
 
@@ -126,33 +208,58 @@ def changing_documents(**changes: Any) -> Callable[[bool], dict[str, Any]]:
         found: dict[str, dict[str, list[float]]] = {"new": {}, "again": {}}
         sizes = changes
         if quick:
-            sizes = changes | {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "kernel": "auto"}
+            sizes = changes | {
+                "tokens": 16,
+                "heads": 2,
+                "kv_heads": 1,
+                "head_dim": 16,
+                "kernel": "auto",
+            }
         for draw in range(2 if quick else 8):
             mask = documents(128, 32, draw) if quick else documents(65536, 2048, draw)
             one = PlayedRank(RingCase(mask=mask, error_ranks=(), **sizes))
             for when, times in found.items():
                 with torch.no_grad():
-                    for kind, call in one.passes(is_moving=True, is_warm=when == "again").items():
+                    for kind, call in one.passes(
+                        is_moving=True, is_warm=when == "again"
+                    ).items():
                         times.setdefault(kind, []).append(timed(call, one.device))
-        return {when: {kind: median(each[1:]) for kind, each in times.items()} for when, times in found.items()}
+        return {
+            when: {kind: median(each[1:]) for kind, each in times.items()}
+            for when, times in found.items()
+        }
 
     return measure
 
 
 def profile(quick: bool) -> dict[str, Any]:
     """Operators and kernels of a balanced pass over documents by FlashAttention 2, by torch's profiler."""
-    size: dict[str, Any] = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "mask": "documents:9,40,70,9"}
+    size: dict[str, Any] = {
+        "tokens": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "mask": "documents:9,40,70,9",
+    }
     if not quick:
         size = {"kernel": "flash", "mask": documents(65536, 2048)}
-    calls = PlayedRank(RingCase(layout="balanced", error_ranks=(), **size)).passes(is_moving=True)
+    calls = PlayedRank(RingCase(layout="balanced", error_ranks=(), **size)).passes(
+        is_moving=True
+    )
     found: dict[str, Any] = {}
     with torch.no_grad():
         for kind, call in calls.items():
             call()
             with torch.profiler.profile() as profiler:
                 call()
-            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-            found[kind] = profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()
+            order = (
+                "self_cuda_time_total"
+                if torch.cuda.is_available()
+                else "self_cpu_time_total"
+            )
+            found[kind] = (
+                profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()
+            )
     return found
 
 
@@ -162,15 +269,21 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _cases(head_dim: int) -> list[Case]:
-    plain = [Case(mask=mask, tokens=n, head_dim=head_dim) for n in _LENGTHS for mask in ("causal", "full")]
+    plain = [
+        Case(mask=mask, tokens=n, head_dim=head_dim)
+        for n in _LENGTHS
+        for mask in ("causal", "full")
+    ]
     return plain + [
-        Case(mask=mask, tokens=65536, head_dim=head_dim) for mask in (documents(65536, 2048), "window:4096")
+        Case(mask=mask, tokens=65536, head_dim=head_dim)
+        for mask in (documents(65536, 2048), "window:4096")
     ]
 
 
 _LENGTHS: Final = (8192, 32768, 131072)
 _FLEX: Final = [
-    Case(mask=mask, tokens=65536, has_flex=True) for mask in (documents(65536, 2048), "window:4096", "causal")
+    Case(mask=mask, tokens=65536, has_flex=True)
+    for mask in (documents(65536, 2048), "window:4096", "causal")
 ]
 STEPS: Final = {
     "llama-8x4k": Step(ring=8, tokens=4096),
@@ -181,7 +294,9 @@ STEPS: Final = {
     "hybrid-8x4k": Step(ring=8, tokens=4096, model="qwen3.5-9b"),
     "lora-8x4k": Step(ring=8, tokens=4096, lora=True),
     "folds-1x64k-once": Step(ring=1, tokens=65536, model="llama-3.2-1b", repeats=1),
-    "folds-1x64k-8": Step(ring=1, tokens=65536, model="llama-3.2-1b", folds=8, repeats=1),
+    "folds-1x64k-8": Step(
+        ring=1, tokens=65536, model="llama-3.2-1b", folds=8, repeats=1
+    ),
     "llama-4x32k": Step(ring=4, tokens=32768, repeats=1),
     "llama-4x8k": Step(ring=4, tokens=8192),
     "llama-8x4k-compile": Step(ring=8, tokens=4096, compile=True),
@@ -212,18 +327,29 @@ ROWS: Final[dict[str, Row]] = {
     **{f"ring-8k-rank{rank}": _ring(rank=rank, repeats=3) for rank in (3, 7)},
     "ring-8k-triton": _ring(kernel="triton", repeats=3),
     "ring-32k": _ring(tokens=32768, repeats=3),
-    **{name.replace("ring", "gathered"): _ring(route="all-gather", **changes) for name, changes in _GATHERED.items()},
+    **{
+        name.replace("ring", "gathered"): _ring(route="all-gather", **changes)
+        for name, changes in _GATHERED.items()
+    },
     "gathered-documents-changing": changing_documents(route="all-gather"),
     **{
-        f"gathered-{name}-flash4": _ring(route="all-gather", kernel="flash4", **_GATHERED[f"ring-{name}"])
+        f"gathered-{name}-flash4": _ring(
+            route="all-gather", kernel="flash4", **_GATHERED[f"ring-{name}"]
+        )
         for name in ("8k", "8k-rank7", "documents", "window", "32k")
     },
-    "gathered-documents-changing-flash4": changing_documents(route="all-gather", kernel="flash4"),
+    "gathered-documents-changing-flash4": changing_documents(
+        route="all-gather", kernel="flash4"
+    ),
     "documents-changing-cudnn": changing_documents(kernel="cudnn"),
     "profile-balanced": profile,
     **HOST,
     **{case.name: compare(case) for case in (*_cases(128), *_cases(64), *_FLEX)},
     **{name: measured(step) for name, step in STEPS.items()},
     "ring-8k-flash": _ring(kernel="flash", repeats=3),
-    **{f"trace-{name}": traced(step) for name, step in STEPS.items() if step.can_be_traced},
+    **{
+        f"trace-{name}": traced(step)
+        for name, step in STEPS.items()
+        if step.can_be_traced
+    },
 }

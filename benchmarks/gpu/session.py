@@ -50,15 +50,23 @@ def _device(rows: Rows, name: str, kind: str) -> float:
 
 def _flash4_is_faster(rows: Rows) -> bool:
     both = [rows[f"kernels-causal-{tokens}k-128"]["seconds"] for tokens in (8, 32)]
-    return all(1.05 * one["flash4"][kind] <= one["cudnn"][kind] for one in both for kind in ("forward", "backward"))
+    return all(
+        1.05 * one["flash4"][kind] <= one["cudnn"][kind]
+        for one in both
+        for kind in ("forward", "backward")
+    )
 
 
 def _errors(rows: Rows) -> bool:
     found = {name: rows["kernel-errors"][name] for name in ("flash4", "cudnn")}
-    if absent := [f"{name}: {one['why_not']}" for name, one in found.items() if "why_not" in one]:
+    if absent := [
+        f"{name}: {one['why_not']}" for name, one in found.items() if "why_not" in one
+    ]:
         raise KeyError("; ".join(absent))
     return all(
-        mask.get("error") is None and max(mask.values()) <= 6e-3 for one in found.values() for mask in one.values()
+        mask.get("error") is None and max(mask.values()) <= 6e-3
+        for one in found.values()
+        for mask in one.values()
     )
 
 
@@ -70,7 +78,11 @@ def _changing(rows: Rows) -> bool:
 def _late_ranks(rows: Rows) -> bool:
     names = "gathered-8k-rank3", "gathered-8k-rank7"
     first = rows["gathered-8k"]["efficiency"]
-    return all(rows[name]["efficiency"][kind] >= 0.97 * first[kind] for name in names for kind in first)
+    return all(
+        rows[name]["efficiency"][kind] >= 0.97 * first[kind]
+        for name in names
+        for kind in first
+    )
 
 
 STEPS: Final = {
@@ -135,15 +147,27 @@ STEPS: Final = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Take step after step, each in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default=",".join(STEPS), help="which, with commas, in this order")
-    parser.add_argument("--quick", action="store_true", help="small sizes, for a dry run")
-    parser.add_argument("--output", type=Path, default=gpu.RESULTS, help="folder of the results")
-    parser.add_argument("--budget", type=float, default=1500.0, help="seconds for all of it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", default=",".join(STEPS), help="which, with commas, in this order"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, for a dry run"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=gpu.RESULTS, help="folder of the results"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=1500.0, help="seconds for all of it"
+    )
     options = parser.parse_args(arguments)
     left = options.steps.split(",")
     if unknown := sorted(set(left) - set(STEPS)):
-        raise SystemExit(f"--steps: no step is called {', '.join(unknown)}; choose from {', '.join(STEPS)}")
+        raise SystemExit(
+            f"--steps: no step is called {', '.join(unknown)}; choose from {', '.join(STEPS)}"
+        )
     if not torch.cuda.is_available() and not options.quick:
         raise SystemExit("there is no CUDA device; --quick makes a dry run on the CPU")
     options.output.mkdir(parents=True, exist_ok=True)
@@ -151,10 +175,14 @@ def main(arguments: list[str] | None = None) -> None:
         options.output / ("quick-session.json" if options.quick else "session.json"),
         time.monotonic() + options.budget,
     )
-    verdicts: dict[str, Any] = json.loads(path.read_text())["verdicts"] if path.exists() else {}
+    verdicts: dict[str, Any] = (
+        json.loads(path.read_text())["verdicts"] if path.exists() else {}
+    )
     while left and time.monotonic() < end:
         name = left.pop(0)
-        verdicts[name], following = take(name, options.quick, options.output, end - time.monotonic())
+        verdicts[name], following = take(
+            name, options.quick, options.output, end - time.monotonic()
+        )
         path.write_text(json.dumps({"verdicts": verdicts}, indent=1) + "\n")
         for says, verdict in verdicts[name]["rules"].items():
             print(f"{name}: {says}: {verdict}", file=sys.stderr, flush=True)
@@ -165,12 +193,16 @@ def main(arguments: list[str] | None = None) -> None:
             left.insert(0, following)
 
 
-def take(name: str, quick: bool, output: Path, budget: float) -> tuple[dict[str, Any], str | None]:
+def take(
+    name: str, quick: bool, output: Path, budget: float
+) -> tuple[dict[str, Any], str | None]:
     """Take a step; return what its rules say, and the step that a failed one brings forward."""
     step, started = STEPS[name], time.monotonic()
     seconds = min(step.seconds, budget)
     rows = Rows()
-    passed = not step.tests or _run("pytest", "-q", "-x", *step.tests, seconds=seconds) == 0
+    passed = (
+        not step.tests or _run("pytest", "-q", "-x", *step.tests, seconds=seconds) == 0
+    )
     if step.rows:
         kind = "quick-session" if quick else "session"
         wanted = [
@@ -186,7 +218,9 @@ def take(name: str, quick: bool, output: Path, budget: float) -> tuple[dict[str,
         _run("benchmarks.gpu", *wanted, *["--quick"] * quick, seconds=seconds + 60)
         for path in output.glob(f"*{kind}-*.json"):
             rows |= {
-                row: found["result"] for row, found in json.loads(path.read_text())["rows"].items() if "result" in found
+                row: found["result"]
+                for row, found in json.loads(path.read_text())["rows"].items()
+                if "result" in found
             }
     found: dict[str, str] = {}
     following = None
@@ -194,7 +228,9 @@ def take(name: str, quick: bool, output: Path, budget: float) -> tuple[dict[str,
         try:
             holds = passed and rule.holds(rows)
             found[rule.says] = "yes" if holds else f"no: {rule.otherwise}"
-        except KeyError as error:  # a row that is not there, or a kernel that does not serve
+        except (
+            KeyError
+        ) as error:  # a row that is not there, or a kernel that does not serve
             holds, found[rule.says] = not step.tests, f"not measured: {error.args[0]}"
         if not holds:
             following = following or rule.then
@@ -203,9 +239,14 @@ def take(name: str, quick: bool, output: Path, budget: float) -> tuple[dict[str,
 
 def _run(module: str, *arguments: str, seconds: float) -> int | None:
     """Return how a module ended, None if it took too long: what it has written stays."""
-    command, root = [sys.executable, "-m", module, *arguments], Path(__file__).parents[2]
+    command, root = (
+        [sys.executable, "-m", module, *arguments],
+        Path(__file__).parents[2],
+    )
     try:
-        return subprocess.run(command, cwd=root, check=False, timeout=seconds).returncode
+        return subprocess.run(
+            command, cwd=root, check=False, timeout=seconds
+        ).returncode
     except subprocess.TimeoutExpired:
         return None
 

@@ -63,14 +63,23 @@ def _sized(step: Step, quick: bool) -> tuple[Step, ModelShape]:
     if not quick:
         return step, model_shape(step.model)
     small = {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "intermediate_size": 64, "vocab_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
-    }  # fmt: skip
+    }
     config = json.loads(model_shape(step.model).config) | small
     if "layer_types" in config:
         config["layer_types"] = ["full_attention", config["layer_types"][0]]
-    return replace(step, tokens=64, documents=min(step.documents, 50), compile=False), from_config(config, "tiny")
+    return replace(
+        step, tokens=64, documents=min(step.documents, 50), compile=False
+    ), from_config(config, "tiny")
 
 
 def measured(step: Step) -> Row:
@@ -84,7 +93,12 @@ def traced(step: Step) -> Row:
     def measure(quick: bool) -> dict[str, Any]:
         one, shape = _sized(step, quick)
         peak = trace(hugging_face_config(shape, one.setting.length), one.setting).peak
-        return {"step": asdict(one), "peak_bytes": peak.total_bytes, "bytes": peak.bytes, "phase": peak.phase}
+        return {
+            "step": asdict(one),
+            "peak_bytes": peak.total_bytes,
+            "bytes": peak.bytes,
+            "phase": peak.phase,
+        }
 
     return measure
 
@@ -98,28 +112,46 @@ def _measure(step: Step, shape: ModelShape) -> dict[str, Any]:
     with fake_mesh(setting, 0, device.type) as mesh:
         config = hugging_face_config(shape, setting.length)
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16
+            ).train()
         if step.lora:
             model = _adapted(model)
         parameters = sum(p.numel() for p in model.parameters())
         model = put_on_mesh(model, mesh, setting)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-6
+        )
 
         def one(tokens: int, draw: int = 0) -> None:
-            batch = batch_of(config.vocab_size, step.ring * tokens, step.documents, draw)
+            batch = batch_of(
+                config.vocab_size, step.ring * tokens, step.documents, draw
+            )
             split: Any = {"layout": setting.layout, "folds": step.folds}
             model(**rs.shard_batch(batch, mesh, **split, device=device)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        one(step.tokens if step.compile else min(2048, step.tokens))  # tunes, and makes the optimizer's state
+        # tunes, and makes the optimizer's state
+        one(step.tokens if step.compile else min(2048, step.tokens))
         if is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        seconds = [timed(lambda draw=draw: one(step.tokens, draw), device) for draw in range(1, step.repeats + 1)]
+        seconds = [
+            timed(lambda draw=draw: one(step.tokens, draw), device)
+            for draw in range(1, step.repeats + 1)
+        ]
     flops = model_flops(shape, setting.length) / step.ring
-    found = {"step": asdict(step), "parameters": parameters, "step_seconds": seconds, "flops_per_step": flops}
-    found |= {"tokens_per_second_per_rank": step.tokens / min(seconds), "flops_per_second": flops / min(seconds)}
+    found = {
+        "step": asdict(step),
+        "parameters": parameters,
+        "step_seconds": seconds,
+        "flops_per_step": flops,
+    }
+    found |= {
+        "tokens_per_second_per_rank": step.tokens / min(seconds),
+        "flops_per_second": flops / min(seconds),
+    }
     if is_cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -135,8 +167,16 @@ def _adapted(model: Any) -> Any:
     for name, module in list(model.model.named_modules()):
         if type(module) is torch.nn.Linear:
             packed = bnb.nn.Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                module.in_features,
+                module.out_features,
+                bias=False,
+                compute_dtype=torch.bfloat16,
+                quant_type="nf4",
             )
-            packed.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            packed.weight = bnb.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4"
+            )
             model.model.set_submodule(name, packed.to(module.weight.device))
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"))
+    return get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
+    )

@@ -96,4 +96,6 @@ def filled(text: str) -> str:
             return found[0]
         return f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->"
 
-    return re.sub(r"<!-- table ([a-z-]+) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- table ([a-z-]+) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL
+    )

@@ -4,7 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from benchmarks.result_files import read, table
-from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
+from ringspan.core.messages.units import (
+    shown_bandwidth,
+    shown_bytes,
+    shown_seconds,
+    shown_speed,
+)
 from ringspan.plan.cluster.hardware import device, min_block_tokens
 from ringspan.plan.group import compare_group
 from ringspan.plan.model.configs import model_shape
@@ -26,12 +31,24 @@ def overlap_devices() -> str:
     for name in ("a100-80gb", "h100", "b200", "tpu-v5p"):
         each = device(name)
         inside, between = each.intra_node_bandwidth, each.inter_node_bandwidth
-        tokens = (min_block_tokens(each.flops, inside), min_block_tokens(each.flops, between))
+        tokens = (
+            min_block_tokens(each.flops, inside),
+            min_block_tokens(each.flops, between),
+        )
         links = [shown_bandwidth(inside), shown_bandwidth(between)]
         counts = [f"{count:,.0f}" for count in (*tokens, tokens[1] / _GROUPED)]
         rows.append((each.title, shown_speed(each.flops), *links, *counts))
     return table(
-        ("device", "F", "B in a node", "B between nodes", "c in a node", "c between nodes", "c, grouped heads"), rows
+        (
+            "device",
+            "F",
+            "B in a node",
+            "B between nodes",
+            "c in a node",
+            "c between nodes",
+            "c, grouped heads",
+        ),
+        rows,
     )
 
 
@@ -51,22 +68,43 @@ def overlap(name: str) -> str:
         )
         for each in found["result"]["sweeps"]
     ]
-    head = ("link", "dtype", "query heads on one", "F (GFLOP/s)", "B (MB/s)", "predicted", "measured")
+    head = (
+        "link",
+        "dtype",
+        "query heads on one",
+        "F (GFLOP/s)",
+        "B (MB/s)",
+        "predicted",
+        "measured",
+    )
     return table((*head, "measured / predicted"), rows, left=2)
 
 
-_GROUPS: Final = ((32_768, 8, 1024), (30_000, 16, 1000), (4096, 8, 256), (2048, 2, 512), (512, 8, 2048))
+_GROUPS: Final = (
+    (32_768, 8, 1024),
+    (30_000, 16, 1000),
+    (4096, 8, 256),
+    (2048, 2, 512),
+    (512, 8, 2048),
+)
 
 
 def shared_prefixes() -> str:
     """Answers to one prompt, as separate rows and as one tree, by the plan."""
-    question = Question(shape=model_shape("llama-3.1-8b"), device=device("h100"), devices=8, length=1)
+    question = Question(
+        shape=model_shape("llama-3.1-8b"), device=device("h100"), devices=8, length=1
+    )
     rows: list[Sequence[object]] = []
     for prompt, group, completion in _GROUPS:
         ways = compare_group(question, group, prompt, completion)
-        tree, each = (way | {"bytes": way["peak_bytes"] + way["reserve_bytes"]} for way in ways.values())
+        tree, each = (
+            way | {"bytes": way["peak_bytes"] + way["reserve_bytes"]}
+            for way in ways.values()
+        )
 
-        def shown(name: str, form: Callable[[float], str], tree: Any = tree, each: Any = each) -> str:
+        def shown(
+            name: str, form: Callable[[float], str], tree: Any = tree, each: Any = each
+        ) -> str:
             return f"{form(each[name])} → {form(tree[name])} ({tree[name] / each[name]:.0%})"
 
         rows.append(
@@ -79,7 +117,9 @@ def shared_prefixes() -> str:
                 shown("step_seconds", shown_seconds),
             )
         )
-    return table(("prompt", "answers", "tokens", "pairs", "memory per device", "step"), rows)
+    return table(
+        ("prompt", "answers", "tokens", "pairs", "memory per device", "step"), rows
+    )
 
 
 _DOCUMENTS: Final = {
@@ -102,10 +142,19 @@ def balanced() -> str:
             cells: list[str] = []
             for number in ranks:
                 row = found[kind, length, number, "balanced"]
-                zigzag = found[kind, length, number, "zigzag per document"]["sent_tokens"]
-                cells += [f"{row['most_work_over_mean']:.3f}", f"{row['sent_tokens'] / zigzag:.1%}"]
+                zigzag = found[kind, length, number, "zigzag per document"][
+                    "sent_tokens"
+                ]
+                cells += [
+                    f"{row['most_work_over_mean']:.3f}",
+                    f"{row['sent_tokens'] / zigzag:.1%}",
+                ]
             rows.append((shown, f"{length:,}", *cells))
-    head = [f"{number} ranks: work" if part else "sent" for number in ranks for part in (True, False)]
+    head = [
+        f"{number} ranks: work" if part else "sent"
+        for number in ranks
+        for part in (True, False)
+    ]
     return table(("documents", "tokens", *head), rows)
 
 
@@ -116,18 +165,30 @@ def layouts() -> str:
         for row in read("layouts-counts")["rows"]
         if (row["length_tokens"], row["ranks"]) == (1 << 20, 16)
     }
-    names = ("balanced", "zigzag", "zigzag per document", "striped", "contiguous", "chunks")
+    names = (
+        "balanced",
+        "zigzag",
+        "zigzag per document",
+        "striped",
+        "contiguous",
+        "chunks",
+    )
     rows: list[Sequence[object]] = []
     for name in (*names, "ulysses"):
         cells = [
             shown
             for kind in _DOCUMENTS
             for row in (found[name, kind],)
-            for shown in (f"{row['most_work_over_mean']:.2f}", f"{row['sent_tokens']:,}")
+            for shown in (
+                f"{row['most_work_over_mean']:.2f}",
+                f"{row['sent_tokens']:,}",
+            )
         ]
         rows.append(("Ulysses" if name == "ulysses" else name, *cells))
     head = [
-        f"{shown}: work" if part == "work" else "sent" for shown in _DOCUMENTS.values() for part in ("work", "sent")
+        f"{shown}: work" if part == "work" else "sent"
+        for shown in _DOCUMENTS.values()
+        for part in ("work", "sent")
     ]
     return table(("1,048,576 tokens on 16 ranks", *head), rows)
 
@@ -138,20 +199,41 @@ def received() -> str:
     rows = [
         (
             f"{row['layout']}, {row['documents'].replace('_', ' ')}, {row['ranks']} ranks",
-            *(f"{row[how][number]:,}" for how in ("ring", "passed_on") for number in numbers),
+            *(
+                f"{row[how][number]:,}"
+                for how in ("ring", "passed_on")
+                for number in numbers
+            ),
         )
         for row in read("layouts-counts")["rows"]
-        if row["length_tokens"] == 1 << 18 and row["layout"] in ("balanced", "zigzag") and row["ranks"] > 4
+        if row["length_tokens"] == 1 << 18
+        and row["layout"] in ("balanced", "zigzag")
+        and row["ranks"] > 4
     ]
     return table(
-        ("262,144 tokens", "`ring`: blocks", "unused", "tokens", "passed on: blocks", "unused", "tokens"), rows
+        (
+            "262,144 tokens",
+            "`ring`: blocks",
+            "unused",
+            "tokens",
+            "passed on: blocks",
+            "unused",
+            "tokens",
+        ),
+        rows,
     )
 
 
 def states() -> str:
     """Errors of layers with a state against float64, by ranks."""
     rows = [
-        (each["layer"], f"{each['tokens']:,}", row["ranks"], f"{row['out']:.1e}", f"{row['worst_gradient']:.1e}")
+        (
+            each["layer"],
+            f"{each['tokens']:,}",
+            row["ranks"],
+            f"{row['out']:.1e}",
+            f"{row['worst_gradient']:.1e}",
+        )
         for each in read("recurrence-error-cpu")["layers"]
         for row in each["rows"]
     ]
@@ -160,17 +242,33 @@ def states() -> str:
 
 def communication() -> str:
     """Errors of coded keys, values and gradients."""
-    rows = {(row["code"], row["ranks"]): row for row in read("communication-error-cpu")["rows"]}
+    rows = {
+        (row["code"], row["ranks"]): row
+        for row in read("communication-error-cpu")["rows"]
+    }
     lines: list[Sequence[object]] = []
     for code, shown in _CODES.items():
         two, eight = rows[code, 2], rows[code, 8]
         passes = ("forward_bytes", "backward_bytes")
         shares = [f"{eight[each] / rows['exact', 8][each]:.2f}" for each in passes]
         errors = [
-            f"{row[name]:.1e}" for row, name in ((two, "out"), *((eight, each) for each in ("out", "dq", "dk", "dv")))
+            f"{row[name]:.1e}"
+            for row, name in (
+                (two, "out"),
+                *((eight, each) for each in ("out", "dq", "dk", "dv")),
+            )
         ]
         lines.append((shown, *shares, *errors))
-    head = ("sent as", "bytes, forward", "bytes, backward", "out, 2 ranks", "out, 8 ranks", "dq", "dk", "dv")
+    head = (
+        "sent as",
+        "bytes, forward",
+        "bytes, backward",
+        "out, 2 ranks",
+        "out, 8 ranks",
+        "dq",
+        "dk",
+        "dv",
+    )
     return table(head, lines)
 
 
@@ -179,18 +277,30 @@ def errors(dtype: str) -> str:
     (found,) = read("error-cpu")
     (curve,) = [each for each in found["result"]["curves"] if each["dtype"] == dtype]
     names = ("out", "dq", "dk", "dv")
-    rows = [("one process, SDPA", curve["one_process"]), *((f"ring of {row['ranks']}", row) for row in curve["rows"])]
-    return table(("", *names), [(title, *(f"{row[name]:.2e}" for name in names)) for title, row in rows])
+    rows = [
+        ("one process, SDPA", curve["one_process"]),
+        *((f"ring of {row['ranks']}", row) for row in curve["rows"]),
+    ]
+    return table(
+        ("", *names),
+        [(title, *(f"{row[name]:.2e}" for name in names)) for title, row in rows],
+    )
 
 
 def faults() -> str:
     """What real jobs did when they were struck."""
     found = {row["name"]: row for row in read("faults-cpu") if row["name"] in _SEEN}
-    assert all(row["passed"] == row["tries"] for row in found.values()), "a promise was not kept"
+    assert all(row["passed"] == row["tries"] for row in found.values()), (
+        "a promise was not kept"
+    )
     rows: list[Sequence[object]] = []
     for name, shown in _SEEN.items():
         row = found[name]
-        title = f"no fault, steps of {row['figures']['step_seconds']:.1f} s" if name == "cost" else row["fault"]
+        title = (
+            f"no fault, steps of {row['figures']['step_seconds']:.1f} s"
+            if name == "cost"
+            else row["fault"]
+        )
         rows.append((title, shown(row["figures"]), row["tries"]))
     return table(("fault", "seen", "times"), rows, left=2)
 
@@ -208,7 +318,9 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
         f"named after {_spread(figures['named_seconds'])}, "
         f"with a time-out of {figures['min_timeout_seconds']:g} s; losses bit-equal"
     ),
-    "term": lambda figures: f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; losses bit-equal",
+    "term": lambda figures: (
+        f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; losses bit-equal"
+    ),
     "save": lambda figures: (
         "the old or the new checkpoint loads, never neither, never a mixture; "
         f"{figures['tries_with_leftovers']} left files to remove"
@@ -221,7 +333,9 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
         f"the next {figures['losses']} losses within {max(figures['largest_relative_difference'].values()):.1e}"
     ),
     "clean": lambda _: "no false alarm",
-    "cost": lambda figures: f"guard, handshake and watchdog take {figures['share_of_step']:.1%} of a step",
+    "cost": lambda figures: (
+        f"guard, handshake and watchdog take {figures['share_of_step']:.1%} of a step"
+    ),
 }
 
 
@@ -233,7 +347,9 @@ def versions() -> str:
             row["transformers"],
             row["trl"],
             row["python"],
-            "the whole suite" if row["tests"] == ["tests"] else ", ".join(_of_tests(name) for name in row["tests"]),
+            "the whole suite"
+            if row["tests"] == ["tests"]
+            else ", ".join(_of_tests(name) for name in row["tests"]),
             f"{row['passed']:,}",
             row["failed"],
             row["skipped"],
@@ -241,9 +357,24 @@ def versions() -> str:
         )
         for row in read("versions")["rows"]
     ]
-    head = ("torch", "transformers", "TRL", "Python", "tests", "passed", "failed", "skipped", "date")
+    head = (
+        "torch",
+        "transformers",
+        "TRL",
+        "Python",
+        "tests",
+        "passed",
+        "failed",
+        "skipped",
+        "date",
+    )
     return table(head, rows, left=5)
 
 
 def _of_tests(path: str) -> str:
-    return path.removeprefix("tests/").removesuffix(".py").replace("torch/", "").replace("test_", "")
+    return (
+        path.removeprefix("tests/")
+        .removesuffix(".py")
+        .replace("torch/", "")
+        .replace("test_", "")
+    )

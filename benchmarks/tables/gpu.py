@@ -24,7 +24,11 @@ _STEPS: Final = {
 
 
 def _rows(device: str) -> dict[str, Any]:
-    return {name: row["result"] for name, row in read(_FILES[device])["rows"].items() if "result" in row}
+    return {
+        name: row["result"]
+        for name, row in read(_FILES[device])["rows"].items()
+        if "result" in row
+    }
 
 
 def kernels() -> str:
@@ -35,9 +39,23 @@ def kernels() -> str:
             if name.startswith("kernels-"):
                 _, mask, tokens, size = name.split("-")
                 speeds = each["flops_per_second"]
-                cells = (_speed(speeds[kernel]) if kernel in speeds else "" for kernel in _KERNELS)
-                lines.append((device.partition(",")[0], f"{mask}, {int(tokens[:-1]) * 1024:,} x {size}", *cells))
-    head = ("card", "mask, tokens x head size", *(f"`{name}`" for name in _KERNELS[:4]), "PyTorch, cuDNN")
+                cells = (
+                    _speed(speeds[kernel]) if kernel in speeds else ""
+                    for kernel in _KERNELS
+                )
+                lines.append(
+                    (
+                        device.partition(",")[0],
+                        f"{mask}, {int(tokens[:-1]) * 1024:,} x {size}",
+                        *cells,
+                    )
+                )
+    head = (
+        "card",
+        "mask, tokens x head size",
+        *(f"`{name}`" for name in _KERNELS[:4]),
+        "PyTorch, cuDNN",
+    )
     return table(head, lines, left=2)
 
 
@@ -50,15 +68,31 @@ def hops() -> str:
             for name, text in _HOPS.items():
                 kernel = "-flash4" * device.endswith("flash4")
                 if (one := rows.get(f"{route}-{name}{kernel}")) is not None:
-                    times = (one.get("device_seconds", {}), {"ring": one.get("host_seconds", {}).get("ring", {})})
-                    shares = " / ".join(f"{one['efficiency'][kind]:.0%}" for kind in _KINDS)
-                    cells = (_speed(one["flops_per_second"]["ring"]), shares, *map(_milliseconds, times))
+                    times = (
+                        one.get("device_seconds", {}),
+                        {"ring": one.get("host_seconds", {}).get("ring", {})},
+                    )
+                    shares = " / ".join(
+                        f"{one['efficiency'][kind]:.0%}" for kind in _KINDS
+                    )
+                    cells = (
+                        _speed(one["flops_per_second"]["ring"]),
+                        shares,
+                        *map(_milliseconds, times),
+                    )
                     wall = _milliseconds(one["seconds"])
                     where = "`all-gather`" if route == "gathered" else "`ring`"
                     lines.append((device, text, where, *cells, wall))
     head = (
-        "card", "mask, tokens per rank", "route", "TFLOP/s", "of the fastest kernel", "device ms", "host ms", "wall ms",
-    )  # fmt: skip
+        "card",
+        "mask, tokens per rank",
+        "route",
+        "TFLOP/s",
+        "of the fastest kernel",
+        "device ms",
+        "host ms",
+        "wall ms",
+    )
     return table(head, lines, left=3)
 
 
@@ -86,9 +120,16 @@ def steps() -> str:
                 )
             )
     head = (
-        "card", "model", "tokens", "ring", "checkpoint", "seconds", "tokens/s per rank", "TFLOP/s",
+        "card",
+        "model",
+        "tokens",
+        "ring",
+        "checkpoint",
+        "seconds",
+        "tokens/s per rank",
+        "TFLOP/s",
         "of a matrix product",
-    )  # fmt: skip
+    )
     return table(head, lines, left=2)
 
 
@@ -99,7 +140,9 @@ def errors() -> str:
     lines = []
     for kernel, each in found.items():
         if "why_not" not in each:
-            lines.append((f"`{kernel}`", *(f"{max(each[mask].values()):.1e}" for mask in masks)))
+            lines.append(
+                (f"`{kernel}`", *(f"{max(each[mask].values()):.1e}" for mask in masks))
+            )
     return table(("kernel", *masks), lines, left=1)
 
 
@@ -107,7 +150,11 @@ _KINDS: Final = ("forward", "backward")
 
 
 def _milliseconds(seconds: dict[str, Any]) -> str:
-    return " / ".join(f"{1000 * seconds['ring'][kind]:.1f}" for kind in _KINDS) if seconds.get("ring") else ""
+    return (
+        " / ".join(f"{1000 * seconds['ring'][kind]:.1f}" for kind in _KINDS)
+        if seconds.get("ring")
+        else ""
+    )
 
 
 def _speed(speeds: dict[str, float]) -> str:

@@ -9,7 +9,10 @@ from ringspan.measure.cluster.doctor import CASES, serving
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 
 _EVERY_CUDA: Final = DeviceRules(
-    cuts_for_cores=False, capability=(8, 0), has_cudnn=True, has_package=lambda name: name == "triton"
+    cuts_for_cores=False,
+    capability=(8, 0),
+    has_cudnn=True,
+    has_package=lambda name: name == "triton",
 )
 
 
@@ -21,7 +24,9 @@ def serves() -> str:
     cpu = replace(rules_of(torch.device("cpu")), multiplies_16_bits=True)
     with ruled_by(cpu=cpu, cuda=_EVERY_CUDA):
         for title, case in CASES.items():
-            cells = (_shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))
+            cells = (
+                _shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda")
+            )
             lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

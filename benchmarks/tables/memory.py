@@ -25,9 +25,12 @@ def option_bytes() -> str:
     """The highest moment of a step with more and more options, in GB."""
     rows = read("activations-cpu")["bytes"]["rows"]
     lengths = (8192, 32_768, 131_072)
-    peaks = {(row["variant"], row["tokens_per_rank"]): row["peak_bytes"] for row in rows}
+    peaks = {
+        (row["variant"], row["tokens_per_rank"]): row["peak_bytes"] for row in rows
+    }
     lines = [
-        (shown, *(f"{peaks[variant, length] / 1e9:.1f}" for length in lengths)) for variant, shown in _VARIANTS.items()
+        (shown, *(f"{peaks[variant, length] / 1e9:.1f}" for length in lengths))
+        for variant, shown in _VARIANTS.items()
     ]
     return table(("option", "8,192 tokens per rank", "32,768", "131,072"), lines)
 
@@ -36,12 +39,21 @@ def activations() -> str:
     """What the layers keep for backward, of a whole sequence that rings divide."""
     (found,) = read("memory-cpu")
     rows = [row for row in found["result"]["rows"] if row["length"] == 8192]
-    held = {(row["checkpoint"], row["ring"]): row["bytes"]["activations"] for row in rows}
+    held = {
+        (row["checkpoint"], row["ring"]): row["bytes"]["activations"] for row in rows
+    }
     lines = [
-        (kind, f"{held[kind, 1] / 8192:,.0f}", *(f"{held[kind, ring] / 1e6:.1f} MB" for ring in (1, 2, 4)))
+        (
+            kind,
+            f"{held[kind, 1] / 8192:,.0f}",
+            *(f"{held[kind, ring] / 1e6:.1f} MB" for ring in (1, 2, 4)),
+        )
         for kind in ("none", "full", "attention")
     ]
-    return table(("checkpoint", "bytes per token", "ring 1, 8,192 tokens", "ring 2", "ring 4"), lines)
+    return table(
+        ("checkpoint", "bytes per token", "ring 1, 8,192 tokens", "ring 2", "ring 4"),
+        lines,
+    )
 
 
 def prompts() -> str:
@@ -56,7 +68,15 @@ def prompts() -> str:
         for row in read("long-prompts-cpu")["rows"]
     ]
     return table(
-        ("prompt", "to the first token", "per token", "cache per rank", "allocated in addition, at most"), rows, 0
+        (
+            "prompt",
+            "to the first token",
+            "per token",
+            "cache per rank",
+            "allocated in addition, at most",
+        ),
+        rows,
+        0,
     )
 
 
@@ -81,13 +101,23 @@ def ancestors() -> str:
 def blocks() -> str:
     """The highest moment of a step by the tokens of a feed-forward's block, in GB."""
     rows = read("activations-cpu")["chunks"]["rows"]
-    peaks = {(row["tokens_per_rank"], row["checkpoint"], row["chunk_tokens"]): row["peak_bytes"] for row in rows}
+    peaks = {
+        (row["tokens_per_rank"], row["checkpoint"], row["chunk_tokens"]): row[
+            "peak_bytes"
+        ]
+        for row in rows
+    }
     sizes = sorted({size for _, _, size in peaks})
     lines = [
-        (f"{tokens:,}, `{kept}`", *(f"{peaks[tokens, kept, size] / 1e9:.2f}" for size in sizes))
+        (
+            f"{tokens:,}, `{kept}`",
+            *(f"{peaks[tokens, kept, size] / 1e9:.2f}" for size in sizes),
+        )
         for tokens, kept in dict.fromkeys((tokens, kept) for tokens, kept, _ in peaks)
     ]
-    return table(("tokens per rank, checkpoint", *(f"{size:,}" for size in sizes)), lines)
+    return table(
+        ("tokens per rank, checkpoint", *(f"{size:,}" for size in sizes)), lines
+    )
 
 
 def contexts() -> str:
@@ -95,18 +125,33 @@ def contexts() -> str:
     found = _trials()
     rows: list[Sequence[object]] = []
     for budget in sorted({trial.budget for trial in found}):
-        inside = [trial for trial in found if trial.budget == budget and trial.peak <= budget]
-        off, on = (max(trial for trial in inside if trial.options == options) for options in ("off", "on"))
+        inside = [
+            trial for trial in found if trial.budget == budget and trial.peak <= budget
+        ]
+        off, on = (
+            max(trial for trial in inside if trial.options == options)
+            for options in ("off", "on")
+        )
         shown = f"{on.tokens / off.tokens:.1f}", f"{on.peak / 1e9:.2f} GB"
-        rows.append((f"{budget / 1e9:.0f} GB", f"{off.tokens:,}", f"{on.tokens:,}", *shown))
-    head = ("memory", "every option off", "every option on", "times as many", "held then")
+        rows.append(
+            (f"{budget / 1e9:.0f} GB", f"{off.tokens:,}", f"{on.tokens:,}", *shown)
+        )
+    head = (
+        "memory",
+        "every option off",
+        "every option on",
+        "times as many",
+        "held then",
+    )
     return table(head, rows, left=0)
 
 
 def row_samples() -> str:
     """What a whole step holds beside one that computes a sample of attention's rows."""
     found = _trials()
-    whole = {(trial.options, trial.tokens): trial for trial in found if trial.rows_in == 1}
+    whole = {
+        (trial.options, trial.tokens): trial for trial in found if trial.rows_in == 1
+    }
     rows: list[Sequence[object]] = []
     for trial in sorted(found, key=lambda trial: trial.tokens):
         other = whole.get((trial.options, trial.tokens))
@@ -114,9 +159,24 @@ def row_samples() -> str:
             seconds = f"{other.seconds:,.0f} s", f"{trial.seconds:,.0f} s"
             peaks = f"{other.peak / 1e9:.2f} GB", f"{trial.peak / 1e9:.2f} GB"
             rows.append(
-                (f"{trial.tokens:,}", trial.options, peaks[0], seconds[0], *(peaks[1], seconds[1]), trial.rows_in)
+                (
+                    f"{trial.tokens:,}",
+                    trial.options,
+                    peaks[0],
+                    seconds[0],
+                    *(peaks[1], seconds[1]),
+                    trial.rows_in,
+                )
             )
-    head = ("tokens", "options", "whole step", "took", "sample of rows", "took", "one row in")
+    head = (
+        "tokens",
+        "options",
+        "whole step",
+        "took",
+        "sample of rows",
+        "took",
+        "one row in",
+    )
     return table(head, rows, left=0)
 
 
@@ -150,16 +210,36 @@ def tpus() -> str:
     found = read("tpu-compiled")
     rows: list[Sequence[object]] = []
     for row in [*found["attention"], *found["llama-3.1-8b"]]:
-        title = f"{row['ring'] * row.get('fsdp', 1)} {row['topology'].partition(':')[0]}"
+        title = (
+            f"{row['ring'] * row.get('fsdp', 1)} {row['topology'].partition(':')[0]}"
+        )
         if "fsdp" in row:
             tokens = row["ring"] * row["tokens_per_device"]
             title += f", Llama 3.1 8B, {tokens:,} tokens on a ring of {row['ring']}" + (
                 f", `fsdp={row['fsdp']}`" if row["fsdp"] > 1 else ""
             )
         kernel = {"xla": "XLA", "pallas": "Pallas"}[row.get("kernel", "pallas")]
-        sizes = f"{row['peak_bytes'] / 1e9:.2f} GB", f"{row['argument_bytes'] / 1e9:.2f} GB"
-        rows.append((title, f"{row['tokens_per_device']:,}", kernel, *sizes, f"{row['covered']} of {row['messages']}"))
-    head = ("TPUs", "tokens per device", "kernel", "peak of a device", "of it arguments", "messages hidden by a kernel")
+        sizes = (
+            f"{row['peak_bytes'] / 1e9:.2f} GB",
+            f"{row['argument_bytes'] / 1e9:.2f} GB",
+        )
+        rows.append(
+            (
+                title,
+                f"{row['tokens_per_device']:,}",
+                kernel,
+                *sizes,
+                f"{row['covered']} of {row['messages']}",
+            )
+        )
+    head = (
+        "TPUs",
+        "tokens per device",
+        "kernel",
+        "peak of a device",
+        "of it arguments",
+        "messages hidden by a kernel",
+    )
     return table(head, rows)
 
 
@@ -169,11 +249,27 @@ def weights() -> str:
     for name in ("weights-2b-cpu", "weights-cpu", "weights-6b-cpu"):
         found = read(name)
         held = found["anonymous_bytes"]
-        sizes = found["file_bytes"], held["load, beyond that"], held["save, beyond that"], found["load_read_bytes"]
+        sizes = (
+            found["file_bytes"],
+            held["load, beyond that"],
+            held["save, beyond that"],
+            found["load_read_bytes"],
+        )
         parameters = f"{found['parameters'] / 1e9:.1f} billion ([JSON](../benchmarks/results/{name}.json))"
         seconds = f"{found['load_seconds']:.0f} s", f"{found['save_seconds']:.0f} s"
         rows.append((parameters, *(f"{size / 1e9:.2f} GB" for size in sizes), *seconds))
-    return table(("parameters", "files", "loading", "saving", "read from the disk", "loaded in", "saved in"), rows)
+    return table(
+        (
+            "parameters",
+            "files",
+            "loading",
+            "saving",
+            "read from the disk",
+            "loaded in",
+            "saved in",
+        ),
+        rows,
+    )
 
 
 def traced() -> str:
@@ -181,5 +277,8 @@ def traced() -> str:
     stages = read("fine-tuning-trace")["stages"]
     return table(
         ("traced", "peak GB", "in"),
-        [(name, f"{stage['peak_bytes'] / 1e9:.1f}", stage["phase"]) for name, stage in stages.items()],
+        [
+            (name, f"{stage['peak_bytes'] / 1e9:.1f}", stage["phase"])
+            for name, stage in stages.items()
+        ],
     )

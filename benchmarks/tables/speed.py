@@ -24,7 +24,11 @@ def attention(name: str) -> str:
     """Time of a ring over that of one process, and what either holds."""
     rows: list[Sequence[object]] = []
     for each in (row["result"] for row in read(name)):
-        config, exposed, held = each["config"], each["exposed_comm_seconds"], each["peak_bytes_per_token"]
+        config, exposed, held = (
+            each["config"],
+            each["exposed_comm_seconds"],
+            each["peak_bytes_per_token"],
+        )
         rows.append(
             (
                 f"{config['length']:,}",
@@ -36,7 +40,15 @@ def attention(name: str) -> str:
                 f"{held['ring']:,.0f} / {held['baseline']:,.0f}",
             )
         )
-    head = ("tokens", "dtype", "kv heads", "forward", "forward + backward", "exposed seconds", "bytes, ring / one")
+    head = (
+        "tokens",
+        "dtype",
+        "kv heads",
+        "forward",
+        "forward + backward",
+        "exposed seconds",
+        "bytes, ring / one",
+    )
     return table(head, rows, left=2)
 
 
@@ -58,10 +70,26 @@ def jax_attention(name: str) -> str:
     rows: list[Sequence[object]] = []
     for row in read(name)["rows"]:
         seconds = row["seconds"]
-        ours = " / ".join(f"{seconds[f'ringspan {size} x {size}']:.2f}" for size in (256, 512))
-        theirs = " / ".join(f"{seconds[f'ringattention {size}']:.2f}" for size in (256, 512, 1024))
-        rows.append((f"{row['length']:,}", f"{ours} s", f"{theirs} s", f"{seconds['sdpa']:.2f} s"))
-    head = ("tokens", "ringspan, chunk 256 / 512", "paper's package, chunk 256 / 512 / 1024", "SDPA, 2 threads")
+        ours = " / ".join(
+            f"{seconds[f'ringspan {size} x {size}']:.2f}" for size in (256, 512)
+        )
+        theirs = " / ".join(
+            f"{seconds[f'ringattention {size}']:.2f}" for size in (256, 512, 1024)
+        )
+        rows.append(
+            (
+                f"{row['length']:,}",
+                f"{ours} s",
+                f"{theirs} s",
+                f"{seconds['sdpa']:.2f} s",
+            )
+        )
+    head = (
+        "tokens",
+        "ringspan, chunk 256 / 512",
+        "paper's package, chunk 256 / 512 / 1024",
+        "SDPA, 2 threads",
+    )
     return table(head, rows, left=0)
 
 
@@ -76,17 +104,25 @@ def peers(name: str, dtype: str) -> str:
     rows: list[Sequence[object]] = []
     for contender, longest in found[lengths[-1]].items():
         times = [
-            f"{row['seconds']:.2f} ({row['ratio']:.2f})" if "seconds" in row else "raises"
+            f"{row['seconds']:.2f} ({row['ratio']:.2f})"
+            if "seconds" in row
+            else "raises"
             for row in (found[length][contender] for length in lengths)
         ]
-        errors = [f"{longest['errors'][each]:.1e}" if "errors" in longest else "" for each in ("out", "dq", "dk", "dv")]
+        errors = [
+            f"{longest['errors'][each]:.1e}" if "errors" in longest else ""
+            for each in ("out", "dq", "dk", "dv")
+        ]
         rows.append((_PEERS.get(contender, contender), *times, *errors))
-    return table(("", *(f"{length:,}" for length in lengths), "out", "dq", "dk", "dv"), rows)
+    return table(
+        ("", *(f"{length:,}" for length in lengths), "out", "dq", "dk", "dv"), rows
+    )
 
 
 def routes() -> str:
     found = {
-        (row["config"]["route"], row["config"]["mask"]): row for row in (each["result"] for each in read("routes-cpu"))
+        (row["config"]["route"], row["config"]["mask"]): row
+        for row in (each["result"] for each in read("routes-cpu"))
     }
     rows: list[Sequence[object]] = []
     for route in dict.fromkeys(route for route, _ in found):
@@ -100,14 +136,24 @@ def routes() -> str:
                 f"{causal['peak_bytes_per_token']['ring']:,.0f}",
             )
         )
-    head = ("route", "causal, over one process", "causal, s", "window of 1,024, s", "bytes per token, causal")
+    head = (
+        "route",
+        "causal, over one process",
+        "causal, s",
+        "window of 1,024, s",
+        "bytes per token, causal",
+    )
     return table(head, rows)
 
 
 def nodes() -> str:
     """Routes over slow links between nodes: measured, and predicted in brackets."""
     (found,) = read("nodes-cpu")
-    cases = [each for each in found["result"]["cases"] if (each["length"], each["kv_heads"]) == (8192, 4)]
+    cases = [
+        each
+        for each in found["result"]["cases"]
+        if (each["length"], each["kv_heads"]) == (8192, 4)
+    ]
     rows: list[Sequence[object]] = []
     for route in cases[0]["routes"]:
         cells: list[str] = []
@@ -132,7 +178,12 @@ def packed() -> str:
         )
         for each in found["result"]["documents"]
     ]
-    head = ("query heads, key/value heads, head size", "documents, s", "one document, s", "documents over one")
+    head = (
+        "query heads, key/value heads, head size",
+        "documents, s",
+        "one document, s",
+        "documents over one",
+    )
     return table((*head, "for as many pairs"), rows)
 
 
@@ -141,7 +192,10 @@ def option_times() -> str:
     found = read("activations-cpu")["time"]["options"]
     return table(
         ("option", "time"),
-        [(shown, f"{found[name]['ratio_to_attention_kept']:.2f}") for name, shown in _OPTIONS.items()],
+        [
+            (shown, f"{found[name]['ratio_to_attention_kept']:.2f}")
+            for name, shown in _OPTIONS.items()
+        ],
     )
 
 
@@ -151,25 +205,45 @@ def windows() -> str:
     for title, name in _MACHINES.items():
         found = _masks(name)["window"]
         seconds = f"{found['causal_seconds']:.1f}", f"{found['window_seconds']:.1f}"
-        rows.append((title, *seconds, f"{found['speedup']:.1f}", f"{found['speedup_by_pairs']:.1f}"))
-    return table(("machine", "causal, s", "window, s", "causal over window", "by pairs"), rows)
+        rows.append(
+            (
+                title,
+                *seconds,
+                f"{found['speedup']:.1f}",
+                f"{found['speedup_by_pairs']:.1f}",
+            )
+        )
+    return table(
+        ("machine", "causal, s", "window, s", "causal over window", "by pairs"), rows
+    )
 
 
 def balance() -> str:
     """Work of either rank over the mean, counted and timed."""
     rows: list[Sequence[object]] = []
     for layout, counted in _masks("masks-cpu")["balance"].items():
-        timed = [_masks(name)["balance"][layout]["seconds_over_mean"] for name in _MACHINES.values()]
-        cells = [", ".join(f"{share:.3f}" for share in shares) for shares in (counted["pairs_over_mean"], *timed)]
+        timed = [
+            _masks(name)["balance"][layout]["seconds_over_mean"]
+            for name in _MACHINES.values()
+        ]
+        cells = [
+            ", ".join(f"{share:.3f}" for share in shares)
+            for shares in (counted["pairs_over_mean"], *timed)
+        ]
         rows.append((layout, *cells))
-    return table(("layout", "pairs", *(f"seconds, {title}" for title in _MACHINES)), rows)
+    return table(
+        ("layout", "pairs", *(f"seconds, {title}" for title in _MACHINES)), rows
+    )
 
 
 def kernel_rows() -> str:
     """What PyTorch's CPU kernel takes a pair, by the size of its tile."""
     found = [_masks(name)["kernel_by_rows"] for name in _MACHINES.values()]
     sizes = list(found[0])
-    rows = [(title, *(f"{times[size]:.1f}" for size in sizes)) for title, times in zip(_MACHINES, found, strict=True)]
+    rows = [
+        (title, *(f"{times[size]:.1f}" for size in sizes))
+        for title, times in zip(_MACHINES, found, strict=True)
+    ]
     return table(("rows of the tile", *(f"{int(size):,}" for size in sizes)), rows)
 
 
@@ -182,12 +256,42 @@ def packed_layouts() -> str:
     """Packed documents, balanced and zigzag: seconds of two ranks, and of four on slow links."""
     (found,) = read("documents-cpu")
     two = found["result"]["two_ranks"]["seconds"]
-    rows: list[Sequence[object]] = [("2 ranks, one host", *(f"{two[each]:.2f}" for each in ("balanced", "zigzag")), "")]
+    rows: list[Sequence[object]] = [
+        (
+            "2 ranks, one host",
+            *(f"{two[each]:.2f}" for each in ("balanced", "zigzag")),
+            "",
+        )
+    ]
     for each in found["result"]["four_ranks_on_links"]:
         for route in ("ring", "all-gather"):
-            seconds = [each["seconds"][f"{layout} {route}"] for layout in ("balanced", "zigzag")]
+            seconds = [
+                each["seconds"][f"{layout} {route}"]
+                for layout in ("balanced", "zigzag")
+            ]
             title = f"4 ranks, {each['gigabits']:g} Gbit/s, `{route}`"
-            rows.append((title, *(f"{second:.2f}" for second in seconds), f"{seconds[1] / seconds[0]:.2f}"))
+            rows.append(
+                (
+                    title,
+                    *(f"{second:.2f}" for second in seconds),
+                    f"{seconds[1] / seconds[0]:.2f}",
+                )
+            )
     rows[0] = (*rows[0][:3], f"{two['zigzag'] / two['balanced']:.2f}")
-    rows.append(("1 process, a document at a time", f"{two['one process']:.2f}", f"{two['one process']:.2f}", ""))
-    return table(("65,536 tokens of 200 documents", "balanced, s", "zigzag, s", "zigzag over balanced"), rows)
+    rows.append(
+        (
+            "1 process, a document at a time",
+            f"{two['one process']:.2f}",
+            f"{two['one process']:.2f}",
+            "",
+        )
+    )
+    return table(
+        (
+            "65,536 tokens of 200 documents",
+            "balanced, s",
+            "zigzag, s",
+            "zigzag over balanced",
+        ),
+        rows,
+    )

@@ -11,7 +11,9 @@ REPLACED = {
 }
 
 
-def improve(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def improve(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
     for name in ("body", "furo_navigation_tree"):
         text = context.get(name)
         if text:
@@ -21,5 +23,6 @@ def improve(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("html-page-context", improve, priority=900)  # when the theme has made its part
+    # when the theme has made its part
+    app.connect("html-page-context", improve, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

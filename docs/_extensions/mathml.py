@@ -13,11 +13,16 @@ def _inline(self: Any, node: nodes.math) -> None:
 
 
 def _display(self: Any, node: nodes.math_block) -> None:
-    self.body.append(f'<div class="formula" tabindex="0">{convert(node.astext(), display="block")}</div>')
+    self.body.append(
+        f'<div class="formula" tabindex="0">{convert(node.astext(), display="block")}</div>'
+    )
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_html_math_renderer("mathml", (_inline, None), (_display, None))
-    app.connect("config-inited", lambda _, config: setattr(config, "html_math_renderer", "mathml"))
+    app.connect(
+        "config-inited",
+        lambda _, config: setattr(config, "html_math_renderer", "mathml"),
+    )
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -28,7 +28,9 @@ class Api(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         module = self.arguments[0]
-        return self.parse_text_to_nodes("\n".join(_api(module)), allow_section_headings=True)
+        return self.parse_text_to_nodes(
+            "\n".join(_api(module)), allow_section_headings=True
+        )
 
 
 def _api(module: str) -> Iterator[str]:
@@ -40,18 +42,29 @@ def _api(module: str) -> Iterator[str]:
             (errors if issubclass(value, Exception) else classes).append(name)
         else:
             functions.append(name)
-    for kind, found in (("function", functions), ("class", classes), ("exception", errors)):
+    for kind, found in (
+        ("function", functions),
+        ("class", classes),
+        ("exception", errors),
+    ):
         for name in found:
             yield from ("```{eval-rst}", f".. auto{kind}:: {module}.{name}")
             if kind == "class":
-                yield from ("   :members:", "   :undoc-members:") if _is_ours(module, name) else ()
+                yield from (
+                    ("   :members:", "   :undoc-members:")
+                    if _is_ours(module, name)
+                    else ()
+                )
             yield from ("```", "")
 
 
 def _is_ours(module: str, name: str) -> bool:
     """Members of trainers and strategies are their libraries'; of ours they are the surface."""
     bases = getattr(import_module(module), name).__mro__[1:]
-    return all(base.__module__.split(".")[0] in ("ringspan", "builtins", "typing") for base in bases)
+    return all(
+        base.__module__.split(".")[0] in ("ringspan", "builtins", "typing")
+        for base in bases
+    )
 
 
 class Commands(SphinxDirective):
@@ -66,9 +79,16 @@ def _command(command: Any, path: str, level: int) -> Iterator[str]:
     below = getattr(command, "commands", {})
     if path != "ringspan":
         yield from (f"{'#' * level} {path}", "", _prose(command.help or ""), "")
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        arguments = [
+            each for each in command.params if each.param_type_name == "argument"
+        ]
         usage = " ".join(_usage(each) for each in arguments)
-        yield from ("```", f"{path} {'COMMAND' if below else usage} [OPTIONS]".replace("  ", " "), "```", "")
+        yield from (
+            "```",
+            f"{path} {'COMMAND' if below else usage} [OPTIONS]".replace("  ", " "),
+            "```",
+            "",
+        )
         yield from _parameters(command)
         if command.epilog:
             yield from _examples(command.epilog)
@@ -91,7 +111,9 @@ def _parameters(command: Any) -> Iterator[str]:
             default = "required" if each.required else ""
         else:
             default = f"`{getattr(each.default, 'value', each.default)}`"
-        rows.append(f"| {flags} | {default} | {_cell(getattr(each, 'help', '') or '')} |")
+        rows.append(
+            f"| {flags} | {default} | {_cell(getattr(each, 'help', '') or '')} |"
+        )
     if rows:
         yield from ("| option | default | meaning |", "| --- | --- | --- |", *rows, "")
 
@@ -117,24 +139,45 @@ class Toml(SphinxDirective):
     """Every key of a training file: default, type and meaning, from where the config declares it."""
 
     def run(self) -> list[nodes.Node]:
-        return self.parse_text_to_nodes("\n".join(_tables(TrainConfig)), allow_section_headings=True)
+        return self.parse_text_to_nodes(
+            "\n".join(_tables(TrainConfig)), allow_section_headings=True
+        )
 
 
 def _tables(model: type[BaseModel]) -> Iterator[str]:
-    tables = {name: field for name, field in model.model_fields.items() if _is_table(field.annotation)}
-    plain = {name: field for name, field in model.model_fields.items() if name not in tables}
+    tables = {
+        name: field
+        for name, field in model.model_fields.items()
+        if _is_table(field.annotation)
+    }
+    plain = {
+        name: field for name, field in model.model_fields.items() if name not in tables
+    }
     yield from ("## At the head of the file", "", *_keys(plain), "")
     for name, field in tables.items():
         table: Any = field.annotation
         said = (table.__doc__ or "").partition(": ")[2].strip()
-        yield from (f"## [{name}]", "", said[:1].upper() + said[1:], "", *_keys(table.model_fields), "")
+        yield from (
+            f"## [{name}]",
+            "",
+            said[:1].upper() + said[1:],
+            "",
+            *_keys(table.model_fields),
+            "",
+        )
 
 
 def _keys(fields: Any) -> Iterator[str]:
     yield from ("| key | default | takes | meaning |", "| --- | --- | --- | --- |")
     for name, field in fields.items():
         default = field.get_default(call_default_factory=True)
-        shown = "required" if field.is_required() else "not set" if default is None else f"`{_toml(default)}`"
+        shown = (
+            "required"
+            if field.is_required()
+            else "not set"
+            if default is None
+            else f"`{_toml(default)}`"
+        )
         if default is PydanticUndefined:
             shown = "required"
         yield f"| `{name}` | {shown} | {_cell(_type(field.annotation))} | {_cell(field.description or '')} |"
@@ -159,7 +202,9 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(inside[0])}"
     if hasattr(annotation, "__metadata__"):
         return _type(inside[0])
-    return {int: "integer", float: "number", str: "text", bool: "true or false"}.get(annotation, "table")
+    return {int: "integer", float: "number", str: "text", bool: "true or false"}.get(
+        annotation, "table"
+    )
 
 
 def _prose(text: str) -> str:
@@ -168,10 +213,18 @@ def _prose(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("$", "\\$")
+    return (
+        " ".join(text.split())
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+        .replace("$", "\\$")
+    )
 
 
-def literal_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def literal_blocks(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Code and formulas that a docstring sets off by four spaces are literal blocks."""
     found: list[str] = []
     inside = False
@@ -187,7 +240,8 @@ def literal_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("autodoc-process-docstring", literal_blocks, priority=400)  # before napoleon
+    # before napoleon
+    app.connect("autodoc-process-docstring", literal_blocks, priority=400)
     app.add_directive("ringspan-api", Api)
     app.add_directive("ringspan-commands", Commands)
     app.add_directive("ringspan-toml", Toml)

@@ -35,37 +35,60 @@ class RepositoryLinks(SphinxTransform):
             for link in list(self.document.findall(kind)):
                 target = str(link.get("reftarget", ""))
                 path = (folder / target.partition("#")[0]).resolve()
-                if not target.startswith("..") or not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "docs"):
+                if (
+                    not target.startswith("..")
+                    or not path.is_relative_to(ROOT)
+                    or path.is_relative_to(ROOT / "docs")
+                ):
                     continue
                 if not path.exists():
                     continue  # Sphinx names what is missing
                 name = path.relative_to(ROOT).as_posix()
                 linked.add(name)
                 up = "../" * self.env.docname.count("/")
-                reference = nodes.reference("", "", refuri=f"{up}source/{name}.html", internal=True)
-                reference += link.children[0].children if isinstance(link.children[0], nodes.inline) else link.children
+                reference = nodes.reference(
+                    "", "", refuri=f"{up}source/{name}.html", internal=True
+                )
+                reference += (
+                    link.children[0].children
+                    if isinstance(link.children[0], nodes.inline)
+                    else link.children
+                )
                 holder = link.parent
                 holder.replace(link, reference)
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each linked file, and for each linked folder with its files."""
-    waiting = {name for linked in getattr(app.env, "ringspan_linked", {}).values() for name in linked}
+    waiting = {
+        name
+        for linked in getattr(app.env, "ringspan_linked", {}).values()
+        for name in linked
+    }
     done: set[str] = set()
     while waiting:
         name = waiting.pop()
         path = ROOT / name
         done.add(name)
         if path.is_dir():
-            inside = sorted(each for each in path.iterdir() if not each.name.startswith(("_", ".")))
+            inside = sorted(
+                each for each in path.iterdir() if not each.name.startswith(("_", "."))
+            )
             inside = [each for each in inside if each.is_dir() or each.suffix in SHOWN]
             waiting |= {each.relative_to(ROOT).as_posix() for each in inside} - done
-            items = "".join(f'<li><a href="{path.name}/{each.name}.html">{each.name}</a></li>' for each in inside)
+            items = "".join(
+                f'<li><a href="{path.name}/{each.name}.html">{each.name}</a></li>'
+                for each in inside
+            )
             body = f"<ul>{items}</ul>"
         else:
             body = _shown(path)
         title = html.escape(name)
-        yield f"source/{name}", {"title": title, "body": f"<h1>{title}</h1>\n{body}"}, "page.html"
+        yield (
+            f"source/{name}",
+            {"title": title, "body": f"<h1>{title}</h1>\n{body}"},
+            "page.html",
+        )
 
 
 def _shown(path: Path) -> str:
@@ -78,7 +101,10 @@ def _shown(path: Path) -> str:
         lexer = get_lexer_for_filename(path.name)
     except ClassNotFound:
         lexer = TextLexer()
-    return note + f'<div class="highlight" tabindex="0">{highlight(text, lexer, HtmlFormatter(nowrap=False))}</div>'
+    return (
+        note
+        + f'<div class="highlight" tabindex="0">{highlight(text, lexer, HtmlFormatter(nowrap=False))}</div>'
+    )
 
 
 def forget(app: Sphinx, env: Any, docname: str) -> None:

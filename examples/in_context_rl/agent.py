@@ -39,7 +39,11 @@ class Agent(PreTrainedModel):
     def forward(self, features: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         """What ``policy`` reads (B, T, num_answers), from features (B, T, num_features)."""
         embedded = self.reads(features)
-        return self.writes(self.decoder(inputs_embeds=embedded, position_ids=position_ids, **options).last_hidden_state)
+        return self.writes(
+            self.decoder(
+                inputs_embeds=embedded, position_ids=position_ids, **options
+            ).last_hidden_state
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,14 @@ class Kind:
     """On returns and rewards; without, it is behaviour cloning."""
 
 
-def make_agent(world: ModuleType, kind: Kind, seed: int, hidden: int = 64, layers: int = 2, heads: int = 4) -> Agent:
+def make_agent(
+    world: ModuleType,
+    kind: Kind,
+    seed: int,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+) -> Agent:
     """An agent with random weights, alike for a seed."""
     torch.manual_seed(seed)
     length = kind.trajectories * world.STEPS
@@ -67,29 +78,45 @@ def make_agent(world: ModuleType, kind: Kind, seed: int, hidden: int = 64, layer
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=length,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0 * max(length, 100)},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 100.0 * max(length, 100),
+        },
         num_features=world.NUM_OBSERVED + world.NUM_ACTIONS + 4,
-        num_answers=world.NUM_ACTIONS if world.ACTIONS_ARE_INDICES else MIXED * (1 + 2 * world.NUM_ACTIONS),
+        num_answers=world.NUM_ACTIONS
+        if world.ACTIONS_ARE_INDICES
+        else MIXED * (1 + 2 * world.NUM_ACTIONS),
     )
     agent = Agent(config)
     for name, weight in agent.named_parameters():
         if weight.ndim == 2:
-            nn.init.normal_(weight, std=1.0 if name == "reads.weight" else (3 * weight.shape[1]) ** -0.5)
+            nn.init.normal_(
+                weight,
+                std=1.0 if name == "reads.weight" else (3 * weight.shape[1]) ** -0.5,
+            )
     return agent
 
 
-def drawn_from(data: dict[str, np.ndarray], batch: int, trajectories: int, random: Any) -> dict[str, np.ndarray]:
+def drawn_from(
+    data: dict[str, np.ndarray], batch: int, trajectories: int, random: Any
+) -> dict[str, np.ndarray]:
     """Some trajectories of some tasks (batch, E, T, ...), those of each task in ascending order of return."""
     returns = data["rewards"].sum(-1)
     tasks = random.integers(0, len(returns), batch)[:, None]
     chosen = random.random((batch, returns.shape[1])).argsort(1)[:, :trajectories]
-    chosen = np.take_along_axis(chosen, returns[tasks, chosen].argsort(1, kind="stable"), 1)
+    chosen = np.take_along_axis(
+        chosen, returns[tasks, chosen].argsort(1, kind="stable"), 1
+    )
     return {name: value[tasks, chosen] for name, value in data.items()}
 
 
 def encoded(world: ModuleType, actions: np.ndarray) -> np.ndarray:
     """Actions as features: one-hot where they are indices."""
-    return np.eye(world.NUM_ACTIONS, dtype=np.float32)[actions] if world.ACTIONS_ARE_INDICES else actions
+    return (
+        np.eye(world.NUM_ACTIONS, dtype=np.float32)[actions]
+        if world.ACTIONS_ARE_INDICES
+        else actions
+    )
 
 
 def features(
@@ -98,7 +125,9 @@ def features(
 ) -> np.ndarray:  # fmt: skip
     """Tokens (..., num_features) from what is known before an action."""
     told = np.stack([reward, to_go / world.SCALE, reached], -1) * kind.conditioned
-    return np.concatenate([observed, before, told, first[..., None]], -1).astype(np.float32)
+    return np.concatenate([observed, before, told, first[..., None]], -1).astype(
+        np.float32
+    )
 
 
 def sequences(
@@ -122,9 +151,15 @@ def sequences(
     reached = np.zeros_like(rewards)
     reached[:, 1:, 0] = returns[:, :-1] >= best
     made = features(
-        world, kind, flat(data["observed"]), shifted(encoded(world, flat(data["actions"]))), shifted(flat(rewards)),
-        flat(to_go), flat(first), flat(reached),
-    )  # fmt: skip
+        world,
+        kind,
+        flat(data["observed"]),
+        shifted(encoded(world, flat(data["actions"]))),
+        shifted(flat(rewards)),
+        flat(to_go),
+        flat(first),
+        flat(reached),
+    )
     return {
         "features": torch.from_numpy(made),
         "actions": torch.from_numpy(flat(data["actions"])),
@@ -136,9 +171,14 @@ def policy(world: ModuleType, answers: Tensor) -> Categorical | MixtureSameFamil
     """The distribution of actions, for answers (..., num_answers)."""
     if world.ACTIONS_ARE_INDICES:
         return Categorical(logits=answers)
-    shares, means, spreads = answers.split([MIXED, MIXED * world.NUM_ACTIONS, MIXED * world.NUM_ACTIONS], -1)
+    shares, means, spreads = answers.split(
+        [MIXED, MIXED * world.NUM_ACTIONS, MIXED * world.NUM_ACTIONS], -1
+    )
     shape = (*answers.shape[:-1], MIXED, world.NUM_ACTIONS)
-    each = Normal(means.reshape(shape), NARROWEST + nn.functional.softplus(spreads.reshape(shape) - 1))
+    each = Normal(
+        means.reshape(shape),
+        NARROWEST + nn.functional.softplus(spreads.reshape(shape) - 1),
+    )
     return MixtureSameFamily(Categorical(logits=shares), Independent(each, 1))
 
 
@@ -148,26 +188,46 @@ def errors(world: ModuleType, answers: Tensor, actions: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def attempts(world: ModuleType, agent: Agent, kind: Kind, tasks: np.ndarray, count: int, random: Any) -> np.ndarray:
+def attempts(
+    world: ModuleType,
+    agent: Agent,
+    kind: Kind,
+    tasks: np.ndarray,
+    count: int,
+    random: Any,
+) -> np.ndarray:
     """Returns (B, count) of attempts one after the other, each with those before it in context, as far as they fit."""
     returns, cache, place = np.zeros((len(tasks), count)), DynamicCache(), 0
     environment = world.make(tasks, random)
     for attempt in range(count):
         if attempt % kind.trajectories == 0:  # the context is full: begin anew
             cache, place = DynamicCache(), 0
-            before, reward = np.zeros((len(tasks), world.NUM_ACTIONS)), np.zeros(len(tasks))
+            before, reward = (
+                np.zeros((len(tasks), world.NUM_ACTIONS)),
+                np.zeros(len(tasks)),
+            )
             reached = np.zeros(len(tasks))
         observed, first = environment.reset(), np.ones(len(tasks))
         for _ in range(world.STEPS):
             to_go = world.WANTED - returns[:, attempt]
-            token = features(world, kind, observed, before, reward, to_go, first, reached)
+            token = features(
+                world, kind, observed, before, reward, to_go, first, reached
+            )
             answer = agent(
-                torch.from_numpy(token)[:, None], torch.tensor([[place]]), past_key_values=cache, use_cache=True
+                torch.from_numpy(token)[:, None],
+                torch.tensor([[place]]),
+                past_key_values=cache,
+                use_cache=True,
             )[:, 0]
             action = drawn(answer, world, random)
             observed, reward = environment.step(action)
             returns[:, attempt] += reward
-            before, first, reached, place = encoded(world, action), first * 0, reached * 0, place + 1
+            before, first, reached, place = (
+                encoded(world, action),
+                first * 0,
+                reached * 0,
+                place + 1,
+            )
         reached = (returns[:, attempt] >= world.WANTED).astype(float)
     return returns
 
@@ -177,12 +237,24 @@ def drawn(answer: Tensor, world: ModuleType, random: Any) -> np.ndarray:
     given = policy(world, answer.double())
     if isinstance(given, Categorical):
         return index_drawn(given, random)
-    each, chosen = given.component_distribution.base_dist, index_drawn(given.mixture_distribution, random)
-    mean, spread = (value[torch.arange(len(chosen)), chosen].numpy() for value in (each.loc, each.scale))
-    return (mean + spread * random.normal(size=mean.shape)).clip(-1, 1).astype(np.float32)
+    each, chosen = (
+        given.component_distribution.base_dist,
+        index_drawn(given.mixture_distribution, random),
+    )
+    mean, spread = (
+        value[torch.arange(len(chosen)), chosen].numpy()
+        for value in (each.loc, each.scale)
+    )
+    return (
+        (mean + spread * random.normal(size=mean.shape)).clip(-1, 1).astype(np.float32)
+    )
 
 
 def index_drawn(given: Categorical, random: Any) -> np.ndarray:
     """An index (B,) of each row."""
     likely = given.probs.numpy().cumsum(-1)
-    return (likely < random.random((len(likely), 1))).sum(-1).clip(max=likely.shape[-1] - 1)
+    return (
+        (likely < random.random((len(likely), 1)))
+        .sum(-1)
+        .clip(max=likely.shape[-1] - 1)
+    )

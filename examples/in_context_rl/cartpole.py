@@ -46,7 +46,10 @@ def acted(policies: np.ndarray, observed: np.ndarray) -> np.ndarray:
     """What the networks of policies (P, NUM_NUMBERS) say."""
     inner, outer = np.split(policies, [HIDDEN * (NUM_OBSERVED + 1)], 1)
     inputs = np.concatenate([observed, np.ones((len(observed), 1))], 1)
-    hidden = np.tanh(1.5 * np.einsum("phi,pi->ph", inner.reshape(-1, HIDDEN, NUM_OBSERVED + 1), inputs))
+    hidden = np.tanh(
+        1.5
+        * np.einsum("phi,pi->ph", inner.reshape(-1, HIDDEN, NUM_OBSERVED + 1), inputs)
+    )
     return np.tanh((outer * hidden).sum(1, keepdims=True))
 
 

@@ -43,7 +43,9 @@ def trained(
     arguments: argparse.Namespace, mesh: DeviceMesh,
 ) -> tuple[Any, list[float]]:  # fmt: skip
     """An agent on the ring, and its losses."""
-    agent = rs.parallelize(make_agent(world, kind, seed, heads=arguments.heads), mesh, checkpoint="none")
+    agent = rs.parallelize(
+        make_agent(world, kind, seed, heads=arguments.heads), mesh, checkpoint="none"
+    )
     optimizers = Optimizers(agent, arguments.steps)
     batch, losses = max(1, arguments.tokens // (kind.trajectories * world.STEPS)), []
 
@@ -51,7 +53,9 @@ def trained(
         drawn = drawn_from(data, count, trajectories, random)
         part = rs.shard_features(sequences(world, kind, drawn), mesh)
         answers = agent(part["features"], part["position_ids"])
-        wrong = (errors(world, answers, part["actions"]) * part["mask"]).sum() / drawn["rewards"].size
+        wrong = (errors(world, answers, part["actions"]) * part["mask"]).sum() / drawn[
+            "rewards"
+        ].size
         loss = rs.global_sum(wrong, mesh)
         loss.backward()
         return loss.item()
@@ -59,7 +63,9 @@ def trained(
     if arguments.memory_mb:
         backward(1, 1)  # what a first step leaves behind is not counted
         agent.zero_grad()
-    with limited(arguments.memory_mb, f"{kind.trajectories * world.STEPS:,} tokens", mesh.size()):
+    with limited(
+        arguments.memory_mb, f"{kind.trajectories * world.STEPS:,} tokens", mesh.size()
+    ):
         for _ in range(arguments.steps):
             losses.append(backward(batch, kind.trajectories))
             optimizers.step()
@@ -73,7 +79,10 @@ def limited(megabytes: int | None, what: str, processes: int) -> Iterator[None]:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    mapped = (
+        int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+        << 10
+    )
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20), hard))
     try:
         yield
@@ -98,26 +107,45 @@ def measured(
     agent.save_pretrained(folder)  # on every rank; rank 0 writes
     returns = np.zeros(0)
     if dist.get_rank() == 0:
-        alone, random = Agent.from_pretrained(folder).eval(), np.random.default_rng((seed, 2))
+        alone, random = (
+            Agent.from_pretrained(folder).eval(),
+            np.random.default_rng((seed, 2)),
+        )
         tasks = world.unseen(arguments.evaluated, random)
-        returns = attempts(world, alone, kind, tasks, arguments.attempts or kind.trajectories, random).mean(0)
+        returns = attempts(
+            world, alone, kind, tasks, arguments.attempts or kind.trajectories, random
+        ).mean(0)
     dist.barrier()
     tokens = kind.trajectories * world.STEPS
     return {
-        "kind": name(kind), "trajectories": kind.trajectories, "seed": seed, "tokens": tokens,
-        "ranks": mesh.size(), "memory_mb": arguments.memory_mb,
+        "kind": name(kind),
+        "trajectories": kind.trajectories,
+        "seed": seed,
+        "tokens": tokens,
+        "ranks": mesh.size(),
+        "memory_mb": arguments.memory_mb,
         "loss": round(float(np.mean(losses[-20:])), 4),
-        "returns": [round(float(value), 3) for value in returns], "train_cpu_seconds": round(seconds, 1),
-    }  # fmt: skip
+        "returns": [round(float(value), 3) for value in returns],
+        "train_cpu_seconds": round(seconds, 1),
+    }
 
 
-def collected(seed: int, arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
+def collected(
+    seed: int, arguments: argparse.Namespace
+) -> tuple[dict[str, np.ndarray], Any]:
     """The trajectories that all kinds of a seed learn from, and the generator after them."""
-    world, random = importlib.import_module(arguments.world), np.random.default_rng((seed, 1))
-    return world.collect(world.tasks(arguments.tasks, random), arguments.collected, random), random
+    world, random = (
+        importlib.import_module(arguments.world),
+        np.random.default_rng((seed, 1)),
+    )
+    return world.collect(
+        world.tasks(arguments.tasks, random), arguments.collected, random
+    ), random
 
 
-def collected_apart(seed: int, arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
+def collected_apart(
+    seed: int, arguments: argparse.Namespace
+) -> tuple[dict[str, np.ndarray], Any]:
     """The same, by another process: what is freed here stays mapped, and steps would find it for nothing."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         return other.submit(collected, seed, arguments).result()
@@ -129,39 +157,76 @@ def name(kind: Kind) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", choices=("grid", "point", "cartpole"), default="grid")
-    parser.add_argument("--trajectories", default="bc,1,4,8,16", help="in one sequence; bc for behaviour cloning")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--world", choices=("grid", "point", "cartpole"), default="grid"
+    )
+    parser.add_argument(
+        "--trajectories",
+        default="bc,1,4,8,16",
+        help="in one sequence; bc for behaviour cloning",
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--tasks", type=int, default=400, help="in which trajectories are collected")
-    parser.add_argument("--collected", type=int, default=64, help="trajectories of each task")
-    parser.add_argument("--heads", type=int, default=4, help="of each layer's attention")
+    parser.add_argument(
+        "--tasks", type=int, default=400, help="in which trajectories are collected"
+    )
+    parser.add_argument(
+        "--collected", type=int, default=64, help="trajectories of each task"
+    )
+    parser.add_argument(
+        "--heads", type=int, default=4, help="of each layer's attention"
+    )
     parser.add_argument("--steps", type=int, default=500, help="of training")
-    parser.add_argument("--tokens", type=int, default=1280, help="of a step, whatever the trajectories")
-    parser.add_argument("--memory-mb", type=int, help="of each process for its steps; Linux denies it more")
-    parser.add_argument("--attempts", type=int, help="in a row; default: as many as fit the context")
-    parser.add_argument("--evaluated", type=int, default=120, help="tasks of the evaluation")
-    parser.add_argument("--output", default="runs/in-context-rl", help="folder of the agents")
+    parser.add_argument(
+        "--tokens", type=int, default=1280, help="of a step, whatever the trajectories"
+    )
+    parser.add_argument(
+        "--memory-mb",
+        type=int,
+        help="of each process for its steps; Linux denies it more",
+    )
+    parser.add_argument(
+        "--attempts", type=int, help="in a row; default: as many as fit the context"
+    )
+    parser.add_argument(
+        "--evaluated", type=int, default=120, help="tasks of the evaluation"
+    )
+    parser.add_argument(
+        "--output", default="runs/in-context-rl", help="folder of the agents"
+    )
     parser.add_argument("--result", type=Path, default=Path("runs/in-context-rl.json"))
     arguments = parser.parse_args()
 
     if arguments.memory_mb:
         # Any limit keeps messages out of shared memory, which would be nobody's; the real one is set later.
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 46, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (1 << 46, resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
         # Without a number, glibc keeps what is freed in ever larger pieces, and those that come again count as none.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 15)
     mesh = rs.init_mesh()
     world = importlib.import_module(arguments.world)
-    kinds = [Kind(1, False) if one == "bc" else Kind(int(one)) for one in arguments.trajectories.split(",")]
-    rows = json.loads(arguments.result.read_text())["rows"] if arguments.result.is_file() else []
+    kinds = [
+        Kind(1, False) if one == "bc" else Kind(int(one))
+        for one in arguments.trajectories.split(",")
+    ]
+    rows = (
+        json.loads(arguments.result.read_text())["rows"]
+        if arguments.result.is_file()
+        else []
+    )
     done = {(row["kind"], row["seed"]) for row in rows}
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         missing = [kind for kind in kinds if (name(kind), seed) not in done]
         collect = collected_apart if arguments.memory_mb else collected
         data, random = collect(seed, arguments) if missing else ({}, None)
         for kind in missing:
-            rows.append(measured(world, kind, seed, data, deepcopy(random), arguments, mesh))
+            rows.append(
+                measured(world, kind, seed, data, deepcopy(random), arguments, mesh)
+            )
             if dist.get_rank() == 0:
                 print(rows[-1], flush=True)
                 write(arguments, rows)
@@ -170,8 +235,19 @@ def main() -> None:
 
 def write(arguments: argparse.Namespace, rows: list[dict]) -> None:
     """All rows so far."""
-    of_this_call = ("output", "result", "seeds", "first_seed", "trajectories", "memory_mb")
-    options = {key: str(value) for key, value in vars(arguments).items() if key not in of_this_call}
+    of_this_call = (
+        "output",
+        "result",
+        "seeds",
+        "first_seed",
+        "trajectories",
+        "memory_mb",
+    )
+    options = {
+        key: str(value)
+        for key, value in vars(arguments).items()
+        if key not in of_this_call
+    }
     made = {"options": options, "machine": describe_machine(), "rows": rows}
     arguments.result.parent.mkdir(parents=True, exist_ok=True)
     arguments.result.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,9 @@ try:
     os.environ.setdefault("MUJOCO_GL", "disable")  # states are observed, no pictures
     from dm_control import suite
 except ImportError as missing:
-    raise SystemExit("this world is one of dm_control: pip install dm_control 'mujoco<4'") from missing
+    raise SystemExit(
+        "this world is one of dm_control: pip install dm_control 'mujoco<4'"
+    ) from missing
 
 EXPLORED: Final = 512
 """Trajectories of an exploration."""
@@ -30,7 +32,9 @@ class Bodies:
     def __init__(self, world: ModuleType, tasks: np.ndarray, random: Any) -> None:
         self.world, self.tasks = world, tasks
         seeds = random.integers(2**31, size=len(tasks))
-        self.made = [suite.load(*world.TASK, task_kwargs={"random": int(seed)}) for seed in seeds]
+        self.made = [
+            suite.load(*world.TASK, task_kwargs={"random": int(seed)}) for seed in seeds
+        ]
 
     def reset(self) -> np.ndarray:
         """Observations (B, NUM_OBSERVED), where the suite lets an episode begin."""
@@ -43,14 +47,18 @@ class Bodies:
         for body, action in zip(self.made, np.clip(actions, -1, 1), strict=True):
             body.physics.data.ctrl[:] = action
             body.physics.step(self.world.HELD)
-        return self._seen(), self.world.rewards(self.outcomes()[:, None], self.tasks)[:, 0].astype(np.float32)
+        return self._seen(), self.world.rewards(self.outcomes()[:, None], self.tasks)[
+            :, 0
+        ].astype(np.float32)
 
     def outcomes(self) -> np.ndarray:
         """What rewards depend on (B, ...)."""
         return np.stack([self.world.outcome(body) for body in self.made])
 
     def _seen(self) -> np.ndarray:
-        return np.stack([self.world.observed(body.physics) for body in self.made]).astype(np.float32)
+        return np.stack(
+            [self.world.observed(body.physics) for body in self.made]
+        ).astype(np.float32)
 
 
 class Novelty:
@@ -60,7 +68,8 @@ class Novelty:
         with torch.random.fork_rng():
             torch.manual_seed(int(random.integers(2**31)))
             self.aim, self.learner = (
-                nn.Sequential(nn.Linear(num_observed, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2)
+                nn.Sequential(nn.Linear(num_observed, 64), nn.ReLU(), nn.Linear(64, 32))
+                for _ in range(2)
             )
         self.optimizer = torch.optim.Adam(self.learner.parameters(), lr=1e-3)
 
@@ -81,18 +90,27 @@ def explore(world: ModuleType, count: int, random: Any) -> dict[str, np.ndarray]
     The bonus is ExoRL's; here policies (P, D), numbers that a world reads, evolve: half of each generation are new, and
     half changed copies of those that saw the newest. ExoRL trains one policy by DDPG for a million steps.
     """
-    bodies, novelty = Bodies(world, world.tasks(POLICIES, random), random), Novelty(world.NUM_OBSERVED, random)
+    bodies, novelty = (
+        Bodies(world, world.tasks(POLICIES, random), random),
+        Novelty(world.NUM_OBSERVED, random),
+    )
     policies, half = random.normal(size=(POLICIES, world.NUM_NUMBERS)), POLICIES // 2
     made = []
     for _ in range(-(-count // POLICIES)):
         made.append(rollouts(world, bodies, policies, random))
         newest = novelty.of(made[-1]["observed"]).mean(1).argsort()[-half // 2 :]
-        policies[:half] = policies[random.choice(newest, half)] + 0.3 * random.normal(size=policies[half:].shape)
+        policies[:half] = policies[random.choice(newest, half)] + 0.3 * random.normal(
+            size=policies[half:].shape
+        )
         policies[half:] = random.normal(size=policies[half:].shape)
-    return {name: np.concatenate([one[name] for one in made])[:count] for name in made[0]}
+    return {
+        name: np.concatenate([one[name] for one in made])[:count] for name in made[0]
+    }
 
 
-def rollouts(world: ModuleType, bodies: Bodies, policies: np.ndarray, random: Any) -> dict[str, np.ndarray]:
+def rollouts(
+    world: ModuleType, bodies: Bodies, policies: np.ndarray, random: Any
+) -> dict[str, np.ndarray]:
     """A trajectory (P, T, ...) of each policy, with noise that changes slowly on what it does."""
     observed, noise = bodies.reset(), np.zeros((len(policies), world.NUM_ACTIONS))
     spread = random.uniform(0.0, 0.2, (len(policies), 1))
@@ -100,22 +118,34 @@ def rollouts(world: ModuleType, bodies: Bodies, policies: np.ndarray, random: An
     for _ in range(world.STEPS):
         noise = 0.8 * noise + 0.6 * spread * random.normal(size=noise.shape)
         seen.append(observed)
-        done.append(np.clip(world.acted(policies, observed) + noise, -1, 1).astype(np.float32))
+        done.append(
+            np.clip(world.acted(policies, observed) + noise, -1, 1).astype(np.float32)
+        )
         observed, _ = bodies.step(done[-1])
         came.append(bodies.outcomes())
-    return {name: np.stack(column, 1) for name, column in (("observed", seen), ("actions", done), ("outcomes", came))}
+    return {
+        name: np.stack(column, 1)
+        for name, column in (("observed", seen), ("actions", done), ("outcomes", came))
+    }
 
 
-def collect(world: ModuleType, tasks: np.ndarray, trajectories: int, random: Any) -> dict[str, np.ndarray]:
+def collect(
+    world: ModuleType, tasks: np.ndarray, trajectories: int, random: Any
+) -> dict[str, np.ndarray]:
     """Some trajectories of one exploration for each task (B, E, T, ...), with the rewards that they have in it.
 
     Most earn nothing for most tasks, so each is drawn in proportion to 1 and its return.
     """
     pool = explore(world, EXPLORED, random)
-    everything = np.broadcast_to(pool["outcomes"], (len(tasks), *pool["outcomes"].shape))
+    everything = np.broadcast_to(
+        pool["outcomes"], (len(tasks), *pool["outcomes"].shape)
+    )
     flat = everything.reshape(len(tasks), -1, *everything.shape[3:])
-    rewards = world.rewards(flat, tasks).reshape(everything.shape[:3]).astype(np.float32)
-    keys = random.random(rewards.shape[:2]) ** (1 / (1 + rewards.sum(-1)))  # Efraimidis and Spirakis (2006)
+    rewards = (
+        world.rewards(flat, tasks).reshape(everything.shape[:3]).astype(np.float32)
+    )
+    # Efraimidis and Spirakis (2006)
+    keys = random.random(rewards.shape[:2]) ** (1 / (1 + rewards.sum(-1)))
     chosen = keys.argsort(1)[:, -trajectories:]
     return {
         "observed": pool["observed"][chosen],

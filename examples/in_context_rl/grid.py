@@ -10,7 +10,9 @@ MOVES: Final = np.array([[0, 0], [1, 0], [-1, 0], [0, 1], [0, -1]])
 NUM_ACTIONS: Final = len(MOVES)
 ACTIONS_ARE_INDICES: Final = True
 NUM_OBSERVED: Final = 2 * SIDE
-_OUTSIDE_CENTER: Final = [cell for cell in range(SIDE * SIDE) if cell != SIDE * SIDE // 2]
+_OUTSIDE_CENTER: Final = [
+    cell for cell in range(SIDE * SIDE) if cell != SIDE * SIDE // 2
+]
 UNSEEN: Final = tuple(cell for cell in _OUTSIDE_CENTER if cell % 4 == 1)
 """Goals of the evaluation; none of them is a goal in training."""
 SEEN: Final = tuple(cell for cell in _OUTSIDE_CENTER if cell not in UNSEEN)
@@ -36,7 +38,9 @@ class Rooms:
         return self._seen(), (self.at @ (SIDE, 1) == self.goals).astype(np.float32)
 
     def _seen(self) -> np.ndarray:
-        return np.eye(SIDE, dtype=np.float32)[self.at].reshape(len(self.at), NUM_OBSERVED)
+        return np.eye(SIDE, dtype=np.float32)[self.at].reshape(
+            len(self.at), NUM_OBSERVED
+        )
 
 
 class Explorer:
@@ -58,9 +62,15 @@ class Explorer:
         cell = at @ (SIDE, 1)
         self.visits[self.rows, cell] += 1
         self.target = np.where(cell == self.target, self._least_visited(), self.target)
-        target = np.where(self.returns & (self.rewarded >= 0), self.rewarded, self.target)
+        target = np.where(
+            self.returns & (self.rewarded >= 0), self.rewarded, self.target
+        )
         away = np.stack(np.divmod(target, SIDE), -1) - at
-        axis = np.where(away[:, 0] == 0, 1, np.where(away[:, 1] == 0, 0, self.random.integers(0, 2, len(at))))
+        axis = np.where(
+            away[:, 0] == 0,
+            1,
+            np.where(away[:, 1] == 0, 0, self.random.integers(0, 2, len(at))),
+        )
         backward = away[self.rows, axis] < 0
         return np.where((away == 0).all(-1), 0, 1 + 2 * axis + backward)
 
@@ -100,6 +110,8 @@ def collect(tasks: np.ndarray, trajectories: int, random: Any) -> dict[str, np.n
             explorer.learn(observed, rewards)
             gained.append(rewards)
     return {
-        name: np.stack(column, 1).reshape(len(tasks), trajectories, STEPS, *column[0].shape[1:])
+        name: np.stack(column, 1).reshape(
+            len(tasks), trajectories, STEPS, *column[0].shape[1:]
+        )
         for name, column in (("observed", seen), ("actions", done), ("rewards", gained))
     }

@@ -20,27 +20,45 @@ class Optimizers:
 
     def __init__(self, agent: Any, steps: int) -> None:
         self.agent, self.steps, self.step_number = agent, steps, 0
-        inner = {name for name, weight in agent.named_parameters() if weight.ndim == 2 and "layers" in name}
+        inner = {
+            name
+            for name, weight in agent.named_parameters()
+            if weight.ndim == 2 and "layers" in name
+        }
         self.by_shape: dict[torch.Size, list[DTensor]] = {}
         for name, weight in agent.named_parameters():
             if name in inner:
                 self.by_shape.setdefault(weight.shape, []).append(weight)
-        self.momenta = {shape: torch.zeros(len(some), *shape) for shape, some in self.by_shape.items()}
-        others = [weight for name, weight in agent.named_parameters() if name not in inner]
-        self.adamw = torch.optim.AdamW(others, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.momenta = {
+            shape: torch.zeros(len(some), *shape)
+            for shape, some in self.by_shape.items()
+        }
+        others = [
+            weight for name, weight in agent.named_parameters() if name not in inner
+        ]
+        self.adamw = torch.optim.AdamW(
+            others, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     @torch.no_grad()
     def step(self) -> None:
         """One step, with gradients clipped."""
         torch.nn.utils.clip_grad_norm_(self.agent.parameters(), 1.0)
-        share = min(1.0, (self.step_number + 1) / 30, 2 * (1 - self.step_number / self.steps))
+        share = min(
+            1.0, (self.step_number + 1) / 30, 2 * (1 - self.step_number / self.steps)
+        )
         self.step_number += 1
         for shape, weights in self.by_shape.items():
             gradients = torch.stack([weight.grad.full_tensor() for weight in weights])
             momenta = self.momenta[shape].lerp_(gradients, 1 - MOMENTUM)
-            change = orthogonalised(gradients.lerp(momenta, MOMENTUM)) * max(1, shape[0] / shape[1]) ** 0.5
+            change = (
+                orthogonalised(gradients.lerp(momenta, MOMENTUM))
+                * max(1, shape[0] / shape[1]) ** 0.5
+            )
             for weight, one in zip(weights, change, strict=True):
-                everywhere = DTensor.from_local(one, weight.device_mesh, [Replicate()], run_check=False)
+                everywhere = DTensor.from_local(
+                    one, weight.device_mesh, [Replicate()], run_check=False
+                )
                 mine = everywhere.redistribute(placements=weight.placements).to_local()
                 weight.to_local().sub_(mine, alpha=MUON_RATE * share)
         self.adamw.param_groups[0]["lr"] = ADAMW_RATE * share

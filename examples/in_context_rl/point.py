@@ -40,7 +40,9 @@ def outcome(body: Any) -> np.ndarray:
 def rewards(outcomes: np.ndarray, tasks: np.ndarray) -> np.ndarray:
     """The suite's (B, T), for outcomes (B, T, 4) and goals (B, 2): near the goal, with little force."""
     away = np.linalg.norm(outcomes[..., :2] - tasks[:, None], axis=-1)
-    force = shapes.tolerance(outcomes[..., 2:], margin=1, value_at_margin=0, sigmoid="quadratic").mean(-1)
+    force = shapes.tolerance(
+        outcomes[..., 2:], margin=1, value_at_margin=0, sigmoid="quadratic"
+    ).mean(-1)
     return shapes.tolerance(away, (0, SIZE), margin=SIZE) * (force + 4) / 5
 
 

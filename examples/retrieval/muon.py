@@ -17,7 +17,9 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal; for matrices."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, weights: Iterable[torch.Tensor], lr: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(weights, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -26,15 +28,21 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    weight.add_(self._update(weight, group["momentum"]), alpha=-group["lr"])
+                    weight.add_(
+                        self._update(weight, group["momentum"]), alpha=-group["lr"]
+                    )
 
     def _update(self, weight: torch.Tensor, momentum: float) -> torch.Tensor:
-        average = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        average = self.state[weight].setdefault(
+            "momentum_buffer", torch.zeros_like(weight)
+        )
         average.lerp_(weight.grad, 1 - momentum)
         update = weight.grad.lerp(average, momentum)
         if isinstance(update, DTensor):
             whole = orthogonal(update.full_tensor())
-            return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+            return distribute_tensor(
+                whole, update.device_mesh, update.placements, src_data_rank=None
+            )
         return orthogonal(update)
 
 

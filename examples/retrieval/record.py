@@ -33,17 +33,29 @@ AROUND: Final = 6
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each word, digit and fixed phrase; what is decoded is what was read."""
-    made = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(PIECES)}, unk_token=FIXED[0]))
+    made = Tokenizer(
+        models.WordLevel(
+            {piece: at for at, piece in enumerate(PIECES)}, unk_token=FIXED[0]
+        )
+    )
     phrases = "|".join(_escaped(piece) for piece in FIXED[1:])
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"{phrases}|-[a-z]+|[a-z]+|."), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Split(
+        Regex(f"{phrases}|-[a-z]+|[a-z]+|."), "isolated"
+    )
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token=FIXED[0], clean_up_tokenization_spaces=False, model_max_length=1 << 20
+        tokenizer_object=made,
+        unk_token=FIXED[0],
+        clean_up_tokenization_spaces=False,
+        model_max_length=1 << 20,
     )
 
 
 def _escaped(piece: str) -> str:
-    return "".join(f"\\{char}" if char in ".?<>()[]{}|*+^$" else "\\n" if char == "\n" else char for char in piece)
+    return "".join(
+        f"\\{char}" if char in ".?<>()[]{}|*+^$" else "\\n" if char == "\n" else char
+        for char in piece
+    )
 
 
 class Records(Dataset[dict[str, torch.Tensor]]):
@@ -70,7 +82,10 @@ class Records(Dataset[dict[str, torch.Tensor]]):
         numbers = random.integers(10_000, 100_000, self.lines)
         lines = np.empty((self.lines, PER_LINE), dtype=np.int64)
         lines[:, [0, 3, 9]] = LINE, IS, END
-        lines[:, 1], lines[:, 2] = ADJECTIVE + pairs // len(NOUNS), NOUN + pairs % len(NOUNS)
+        lines[:, 1], lines[:, 2] = (
+            ADJECTIVE + pairs // len(NOUNS),
+            NOUN + pairs % len(NOUNS),
+        )
         lines[:, 4:9] = DIGIT + numbers[:, None] // 10 ** np.arange(4, -1, -1) % 10
         chosen = lines[random.integers(0, self.lines, self.asked)]
         question = [ASK, *chosen[0, :3], ANSWER]

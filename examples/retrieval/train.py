@@ -53,16 +53,29 @@ class Stage(NamedTuple):
         return min(1.0, step / 5, 0.1 + 1.8 * (1 - step / self.steps))
 
 
-STAGES = (Stage(80, 80, 100), Stage(200, 200, 60), Stage(500, 300, 60), Stage(1381, 256, 50))
+STAGES = (
+    Stage(80, 80, 100),
+    Stage(200, 200, 60),
+    Stage(500, 300, 60),
+    Stage(1381, 256, 50),
+)
 
 
 class History:
     """What a stage notes as it goes, with its seconds and CPU seconds; one that is continued counts on."""
 
-    def __init__(self, mesh: DeviceMesh | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None = None, folder: Path | None = None
+    ) -> None:
         file = folder / "history.json" if folder else None
-        self.rows: list[dict[str, float]] = json.loads(file.read_text("utf-8")) if file and file.is_file() else []
-        self.before = self.rows[-1] if self.rows else {"step": 0, "lines": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+        self.rows: list[dict[str, float]] = (
+            json.loads(file.read_text("utf-8")) if file and file.is_file() else []
+        )
+        self.before = (
+            self.rows[-1]
+            if self.rows
+            else {"step": 0, "lines": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+        )
         self.mesh, self.began = mesh, time.perf_counter()
         self.first = mesh is None or mesh.get_local_rank("ring") == 0
 
@@ -103,7 +116,9 @@ def random_model() -> LlamaForCausalLM:
     )
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else (3 * weight.shape[1]) ** -0.5)
+            torch.nn.init.normal_(
+                weight, std=1.0 if "embed" in name else (3 * weight.shape[1]) ** -0.5
+            )
     with torch.no_grad():
         model.model.embed_tokens.weight += torch.randn(model.config.hidden_size)
         for layer in model.model.layers:
@@ -119,13 +134,26 @@ class Optimizers:
     """Muon for the matrices of the layers, AdamW for the rest."""
 
     def __init__(self, model: Any) -> None:
-        inner = {name for name, weight in model.named_parameters() if weight.ndim == 2 and "layers" in name}
-        matrices = [weight for name, weight in model.named_parameters() if name in inner]
-        others = [weight for name, weight in model.named_parameters() if name not in inner]
+        inner = {
+            name
+            for name, weight in model.named_parameters()
+            if weight.ndim == 2 and "layers" in name
+        }
+        matrices = [
+            weight for name, weight in model.named_parameters() if name in inner
+        ]
+        others = [
+            weight for name, weight in model.named_parameters() if name not in inner
+        ]
         self.model = model
         self.rates = (
             (Muon(matrices, lr=MATRICES), MATRICES),
-            (torch.optim.AdamW(others, lr=OTHERS, betas=(0.9, 0.95), weight_decay=0.0), OTHERS),
+            (
+                torch.optim.AdamW(
+                    others, lr=OTHERS, betas=(0.9, 0.95), weight_decay=0.0
+                ),
+                OTHERS,
+            ),
         )
 
     def step(self, share: float) -> None:
@@ -166,13 +194,20 @@ def short(arguments: argparse.Namespace) -> None:
 
 def control(arguments: argparse.Namespace) -> None:
     """The short model after more steps at its own length: what is not extended."""
-    model, history = LlamaForCausalLM.from_pretrained(arguments.output / "short"), History()
+    model, history = (
+        LlamaForCausalLM.from_pretrained(arguments.output / "short"),
+        History(),
+    )
     optimizers, records = Optimizers(model), Records(40, 10, 1 << 30, seed=2)
     batch = max(1, arguments.tokens // records.length)
     for step in range(1, CONTROL_STEPS + 1):
-        loss = model(**default_collate([records[step * batch + at] for at in range(batch)])).loss
+        loss = model(
+            **default_collate([records[step * batch + at] for at in range(batch)])
+        ).loss
         loss.backward()
-        optimizers.step(arguments.share * min(1.0, step / 5, 2 - 2 * (step - 1) / CONTROL_STEPS))
+        optimizers.step(
+            arguments.share * min(1.0, step / 5, 2 - 2 * (step - 1) / CONTROL_STEPS)
+        )
         if step % 25 == 0:
             history.note(step=step, lines=records.lines, loss=loss.item())
     keep_as(model, arguments, "unextended", arguments.length, history)
@@ -186,7 +221,9 @@ def extend(arguments: argparse.Namespace) -> None:
     if history.rows:
         opened = LlamaForCausalLM.from_pretrained(folder)
     else:
-        opened = LlamaForCausalLM.from_pretrained(arguments.output / "short", config=scaled(arguments))
+        opened = LlamaForCausalLM.from_pretrained(
+            arguments.output / "short", config=scaled(arguments)
+        )
     model: Any = rs.parallelize(opened, mesh, checkpoint="none")
     optimizers = Optimizers(model)
     for stage in STAGES:
@@ -210,7 +247,12 @@ def scaled(arguments: argparse.Namespace) -> LlamaConfig:
 
 
 def train_on(
-    model: Any, mesh: DeviceMesh, optimizers: Optimizers, stage: Stage, arguments: argparse.Namespace, history: History
+    model: Any,
+    mesh: DeviceMesh,
+    optimizers: Optimizers,
+    stage: Stage,
+    arguments: argparse.Namespace,
+    history: History,
 ) -> None:
     """Steps on records of one length."""
     batch = max(1, 2 * arguments.tokens // stage.length)
@@ -224,7 +266,13 @@ def train_on(
             history.note(step=done + step, lines=stage.lines, loss=loss.item())
 
 
-def keep_as(model: Any, arguments: argparse.Namespace, name: str, positions: int, history: History) -> None:
+def keep_as(
+    model: Any,
+    arguments: argparse.Namespace,
+    name: str,
+    positions: int,
+    history: History,
+) -> None:
     """A folder of a model on one process, which says that it has so many positions."""
     model.config.max_position_embeddings = positions
     keep(model.save_pretrained, arguments.output / name, history)
@@ -235,18 +283,36 @@ def keep(save: Callable[[Path], None], folder: Path, history: History) -> None:
     save(folder)
     if history.first:
         tokenizer().save_pretrained(folder)
-        (folder / "history.json").write_text(json.dumps(history.rows, indent=1) + "\n", encoding="utf-8")
+        (folder / "history.json").write_text(
+            json.dumps(history.rows, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     stages = {"short": short, "extend": extend, "control": control}
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--output", type=Path, default=Path("runs/retrieval"))
-    parser.add_argument("--steps", type=int, default=1000, help="of the short stage, at most")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step; twice as many in the extension")
-    parser.add_argument("--length", type=int, default=16_384, help="the longest of the extension")
-    parser.add_argument("--share", type=float, default=0.5, help="of the learning rates, in the extension")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="of the short stage, at most"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=4096,
+        help="of a step; twice as many in the extension",
+    )
+    parser.add_argument(
+        "--length", type=int, default=16_384, help="the longest of the extension"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.5,
+        help="of the learning rates, in the extension",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the same weights on any number of cores
     stages[arguments.stage](arguments)

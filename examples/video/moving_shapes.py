@@ -21,9 +21,18 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import ringspan as rs
 
-COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "white": (1.0, 1.0, 1.0)}
+COLOURS = {
+    "red": (1.0, 0.0, 0.0),
+    "green": (0.0, 1.0, 0.0),
+    "blue": (0.0, 0.0, 1.0),
+    "white": (1.0, 1.0, 1.0),
+}
 PAD, END, ASK, VIDEO, FIRST = 0, 1, 2, 3, 8  # tokens; colours from FIRST on
-PATCH, SIDE = 4, 4  # pixels of a patch, patches of a frame's side; 2 x 2 patches become one token
+# pixels of a patch, patches of a frame's side; 2 x 2 patches become one token
+PATCH, SIDE = (
+    4,
+    4,
+)
 CHECKED_STEPS = 3
 RATE = 2e-3
 
@@ -36,25 +45,42 @@ def tiny_model() -> Any:
         "vocab_size": FIRST + len(COLOURS),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [2, 3, 3],
+            "rope_theta": 1e4,
+        },
         "pad_token_id": PAD,
         "bos_token_id": END,
         "eos_token_id": END,
     }
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": PATCH}
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+    }
     tower |= {"out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
     config = AutoConfig.for_model(
-        "qwen2_5_vl", text_config=text, vision_config=tower, video_token_id=VIDEO, image_token_id=4
+        "qwen2_5_vl",
+        text_config=text,
+        vision_config=tower,
+        video_token_id=VIDEO,
+        image_token_id=4,
     )
     model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():  # wider than large models begin: so small a one finds the frame in fewer steps
+    # wider than large models begin: so small a one finds the frame in fewer steps
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)
     return model
 
 
-def videos(count: int, frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def videos(
+    count: int, frames: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """``count`` videos (count, frames, 3, height, width), and which colour each shows early."""
     side = SIDE * PATCH
     answers = torch.randint(len(COLOURS), (count,), generator=generator)
@@ -65,8 +91,14 @@ def videos(count: int, frames: int, generator: torch.Generator) -> tuple[Tensor,
     for video in range(count):
         for frame in range(frames):
             top, left = ((start[video] + frame) % (side - 5)).tolist()
-            colour = palette[answers[video]] if frame == shown[video] else torch.full((3,), 0.3)
-            made[video, frame, :, top : top + 6, left : left + 6] = colour[:, None, None]
+            colour = (
+                palette[answers[video]]
+                if frame == shown[video]
+                else torch.full((3,), 0.3)
+            )
+            made[video, frame, :, top : top + 6, left : left + 6] = colour[
+                :, None, None
+            ]
     return made, answers
 
 
@@ -75,8 +107,14 @@ def patches_of(pixels: Tensor) -> Tensor:
     of 2 x 2.
     """
     blocks = SIDE // 2
-    cut = pixels.reshape(-1, 3, blocks, 2, PATCH, blocks, 2, PATCH).permute(0, 2, 5, 3, 6, 1, 4, 7)
-    return cut[..., None, :, :].expand(*cut.shape[:6], 2, PATCH, PATCH).reshape(-1, 3 * 2 * PATCH**2)
+    cut = pixels.reshape(-1, 3, blocks, 2, PATCH, blocks, 2, PATCH).permute(
+        0, 2, 5, 3, 6, 1, 4, 7
+    )
+    return (
+        cut[..., None, :, :]
+        .expand(*cut.shape[:6], 2, PATCH, PATCH)
+        .reshape(-1, 3 * 2 * PATCH**2)
+    )
 
 
 def batch_of(count: int, frames: int, seed: int) -> dict[str, Tensor]:
@@ -84,7 +122,9 @@ def batch_of(count: int, frames: int, seed: int) -> dict[str, Tensor]:
     pixels, answers = videos(count, frames, torch.Generator().manual_seed(seed))
     tokens = torch.full((count, frames * (SIDE // 2) ** 2), VIDEO)
     question = torch.tensor([[ASK]]).expand(count, -1)
-    ids = torch.cat((torch.full((count, 1), END), tokens, question, FIRST + answers[:, None]), 1)
+    ids = torch.cat(
+        (torch.full((count, 1), END), tokens, question, FIRST + answers[:, None]), 1
+    )
     labels = torch.full_like(ids, -100)
     labels[:, -1] = ids[:, -1]
     return {
@@ -112,7 +152,9 @@ def losses_alone(steps: int, frames: int, batch: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on moving shapes, ask about an early frame.")
+    parser = argparse.ArgumentParser(
+        description="Train on moving shapes, ask about an early frame."
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--frames", type=int, default=16, help="of each video")
     parser.add_argument("--batch", type=int, default=16)
@@ -123,7 +165,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     found: list[float] = []
     for step in range(given.steps):
-        loss = model(**rs.shard_batch(batch_of(given.batch, given.frames, seed=step), mesh)).loss
+        loss = model(
+            **rs.shard_batch(batch_of(given.batch, given.frames, seed=step), mesh)
+        ).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,10 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringspan.core.errors import ConfigError, LayoutError, MaskError, PeerMismatch, RingspanError, UnsupportedError
+    from ringspan.core.errors import (
+        ConfigError,
+        LayoutError,
+        MaskError,
+        PeerMismatch,
+        RingspanError,
+        UnsupportedError,
+    )
     from ringspan.core.geometry.balanced import balanced
     from ringspan.core.geometry.layout import CustomLayout, Layout, Span
-    from ringspan.core.geometry.mask import Mask, causal, chunked, documents, frames, full, prefix_lm, sliding_window
+    from ringspan.core.geometry.mask import (
+        Mask,
+        causal,
+        chunked,
+        documents,
+        frames,
+        full,
+        prefix_lm,
+        sliding_window,
+    )
     from ringspan.core.geometry.tree import tree
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard_batch
@@ -30,10 +46,26 @@ __version__ = "0.1.0"
 
 # Names by the module that defines them. Type checkers read the imports above; a test compares the two and __all__.
 _NAMES = {
-    "core.errors": ("ConfigError", "LayoutError", "MaskError", "PeerMismatch", "RingspanError", "UnsupportedError"),
+    "core.errors": (
+        "ConfigError",
+        "LayoutError",
+        "MaskError",
+        "PeerMismatch",
+        "RingspanError",
+        "UnsupportedError",
+    ),
     "core.geometry.balanced": ("balanced",),
     "core.geometry.layout": ("CustomLayout", "Layout", "Span"),
-    "core.geometry.mask": ("Mask", "causal", "chunked", "documents", "frames", "full", "prefix_lm", "sliding_window"),
+    "core.geometry.mask": (
+        "Mask",
+        "causal",
+        "chunked",
+        "documents",
+        "frames",
+        "full",
+        "prefix_lm",
+        "sliding_window",
+    ),
     "core.geometry.tree": ("tree",),
     "torch.attention.op": ("ring_attention",),
     "torch.data.batch": ("shard_batch",),
@@ -49,7 +81,9 @@ _NAMES = {
     "torch.runtime.foreign_mesh": ("map_mesh",),
     "torch.runtime.mesh": ("init_mesh",),
 }
-_MODULES = {name: f"ringspan.{module}" for module, names in _NAMES.items() for name in names}
+_MODULES = {
+    name: f"ringspan.{module}" for module, names in _NAMES.items() for name in names
+}
 
 
 def __getattr__(name: str) -> object:

@@ -18,17 +18,27 @@ from ringspan.checkpoints.shards import MANIFEST, held_here, read_manifest, read
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.signed import digest_of
 
-SHAPES = {"matrix": (7, 3), "short": (2, 5), "vector": (9,), "tall": (33, 2), "scalar": ()}
+SHAPES = {
+    "matrix": (7, 3),
+    "short": (2, 5),
+    "vector": (9,),
+    "tall": (33, 2),
+    "scalar": (),
+}
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+    }
     tensors["tall"] = tensors["tall"].bfloat16()
     return tensors
 
 
-def spread(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+def spread(
+    tensors: dict[str, torch.Tensor], mesh: DeviceMesh
+) -> dict[str, torch.Tensor]:
     """As FSDP2 holds them: rows over the ring, whole on each replica; a scalar is a plain tensor."""
     spread = {}
     for name, tensor in tensors.items():
@@ -39,7 +49,12 @@ def spread(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torc
         here = mesh["ring"].get_local_rank()
         local = rows[here].clone() if here < len(rows) else tensor[:0].clone()
         spread[name] = DTensor.from_local(
-            local, mesh, (Replicate(), Shard(0)), run_check=False, shape=tensor.shape, stride=tensor.stride()
+            local,
+            mesh,
+            (Replicate(), Shard(0)),
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
     return spread
 
@@ -48,7 +63,10 @@ def same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     """Bit for bit, on what this rank holds."""
     for name, tensor in tensors.items():
         for chunk in held_here(tensor):
-            place = tuple(slice(o, o + s) for o, s in zip(chunk.offset, chunk.data.shape, strict=True))
+            place = tuple(
+                slice(o, o + s)
+                for o, s in zip(chunk.offset, chunk.data.shape, strict=True)
+            )
             if not torch.equal(chunk.data, expected[name][place]):
                 return False
     return True
@@ -58,10 +76,17 @@ def opened(folder: Path, **options) -> Checkpoints:
     return Checkpoints(folder, **{"run_id": "run1", "asynchronous": False, **options})
 
 
-def save(checkpoints: Checkpoints, mesh: DeviceMesh, step: int) -> CheckpointError | None:
+def save(
+    checkpoints: Checkpoints, mesh: DeviceMesh, step: int
+) -> CheckpointError | None:
     own = {"random": torch.tensor([step, dist.get_rank()])}
     return checkpoints.save(
-        step, spread(whole(step), mesh), own, {"loss": 0.5 * step}, mesh={"ring": mesh["ring"].size()}, layout="zigzag"
+        step,
+        spread(whole(step), mesh),
+        own,
+        {"loss": 0.5 * step},
+        mesh={"ring": mesh["ring"].size()},
+        layout="zigzag",
     )
 
 
@@ -73,18 +98,25 @@ def save_steps(mesh: DeviceMesh, folder: Path, steps: list[int]) -> None:
 
 
 def load_here(mesh: DeviceMesh, folder: Path, step: int) -> bool:
-    empty = spread({name: torch.full_like(tensor, 7) for name, tensor in whole(0).items()}, mesh)
+    empty = spread(
+        {name: torch.full_like(tensor, 7) for name, tensor in whole(0).items()}, mesh
+    )
     read_tensors(folder, read_manifest(folder), empty)
     return same(empty, whole(step))
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 4], ids="replicas {}".format)
-def test_what_one_mesh_saves_every_other_mesh_loads_bit_for_bit(pool, tmp_path, saved_by):
+def test_what_one_mesh_saves_every_other_mesh_loads_bit_for_bit(
+    pool, tmp_path, saved_by
+):
     pool.run(save_steps, 4, tmp_path, [3], replicate=saved_by)
     folder = tmp_path / "step_00000003"
     assert (tmp_path / "latest").read_text() == "step_00000003\n"
     for ranks, replicate in [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4)]:
-        assert all(pool.run(load_here, ranks, folder, 3, replicate=replicate)), (ranks, replicate)
+        assert all(pool.run(load_here, ranks, folder, 3, replicate=replicate)), (
+            ranks,
+            replicate,
+        )
     written = sum(entry.bytes for entry in read_manifest(folder).files.values())
     assert written == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
@@ -100,7 +132,10 @@ def test_replicas_write_nothing_twice(pool, tmp_path):
 
 
 def save_and_change(mesh, folder):
-    checkpoints, tensors = opened(folder, asynchronous=True, keep=9), spread(whole(1), mesh)
+    checkpoints, tensors = (
+        opened(folder, asynchronous=True, keep=9),
+        spread(whole(1), mesh),
+    )
     for step in range(1, 6):
         assert checkpoints.save(step, tensors, {}, {}, mesh={}, layout="zigzag") is None
         for tensor in tensors.values():
@@ -114,7 +149,11 @@ def test_an_asynchronous_save_has_the_values_of_its_step(pool, tmp_path):
     expected = whole(1)
     for step in range(1, 6):
         loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-        read_tensors(tmp_path / f"step_{step:08d}", read_manifest(tmp_path / f"step_{step:08d}"), loaded)
+        read_tensors(
+            tmp_path / f"step_{step:08d}",
+            read_manifest(tmp_path / f"step_{step:08d}"),
+            loaded,
+        )
         for name, tensor in loaded.items():
             assert torch.equal(tensor, expected[name]), (step, name)
             expected[name] = expected[name] + 1
@@ -124,10 +163,16 @@ def resume_own(mesh, folder):
     checkpoints = opened(folder)
     found = checkpoints.find()
     own = {"random": torch.zeros(2, dtype=torch.int64)}
-    tensors = spread({name: torch.empty_like(tensor) for name, tensor in whole(0).items()}, mesh)
+    tensors = spread(
+        {name: torch.empty_like(tensor) for name, tensor in whole(0).items()}, mesh
+    )
     checkpoints.load(found.folder, found.manifest, tensors, own)
     checkpoints.close()
-    return same(tensors, whole(found.manifest.step)), own["random"].tolist(), found.manifest.state
+    return (
+        same(tensors, whole(found.manifest.step)),
+        own["random"].tolist(),
+        found.manifest.state,
+    )
 
 
 def test_each_rank_gets_back_what_is_its_own(pool, tmp_path):
@@ -140,7 +185,11 @@ def test_the_newest_are_kept_and_leftovers_cleaned(pool, tmp_path):
     (tmp_path / "step_00000009.tmp-run0").mkdir(parents=True)
     (tmp_path / "step_00000009.tmp-run0" / "rank_00000.safetensors").write_text("half")
     pool.run(save_steps, 4, tmp_path, [1, 2, 5, 7])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005", "step_00000007"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000005",
+        "step_00000007",
+    ]
 
 
 def flip(path: Path, generator: random.Random) -> None:
@@ -197,7 +246,11 @@ def test_damage_is_named_and_the_previous_checkpoint_offered(pool, tmp_path):
     pool.run(save_steps, 4, folder, [1, 2])
     shutil.copytree(folder, tmp_path / "pristine")
     kinds = (
-        ["flip"] * 20 + ["manifest"] * 10 + ["truncate"] * 5 + ["extend", "missing", "no manifest"] * 2 + ["stale"] * 4
+        ["flip"] * 20
+        + ["manifest"] * 10
+        + ["truncate"] * 5
+        + ["extend", "missing", "no manifest"] * 2
+        + ["stale"] * 4
     )
     for refused, skipped in pool.run(find_spoilt, 4, folder, kinds):
         assert refused == len(kinds) == 45
@@ -254,7 +307,10 @@ def save_without_space(mesh, folder):
 
 def test_space_is_checked_before_anything_is_written(pool, tmp_path):
     for failure in pool.run(save_without_space, 4, tmp_path):
-        assert f"{4 * 2**50 + 2**20:,} bytes are needed" in failure and "are free; make room" in failure
+        assert (
+            f"{4 * 2**50 + 2**20:,} bytes are needed" in failure
+            and "are free; make room" in failure
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,11 +329,23 @@ def load_wrong(mesh, folder, name, shape, dtype):
     ("name", "shape", "dtype", "message"),
     [
         ("other", (7, 3), torch.float32, "has no other"),
-        ("matrix", (3, 7), torch.float32, "matrix is float32 [7, 3], expected float32 [3, 7]"),
-        ("matrix", (7, 3), torch.bfloat16, "matrix is float32 [7, 3], expected bfloat16 [7, 3]"),
+        (
+            "matrix",
+            (3, 7),
+            torch.float32,
+            "matrix is float32 [7, 3], expected float32 [3, 7]",
+        ),
+        (
+            "matrix",
+            (7, 3),
+            torch.bfloat16,
+            "matrix is float32 [7, 3], expected bfloat16 [7, 3]",
+        ),
     ],
 )
-def test_another_model_is_refused_on_all_ranks(pool, tmp_path, name, shape, dtype, message):
+def test_another_model_is_refused_on_all_ranks(
+    pool, tmp_path, name, shape, dtype, message
+):
     pool.run(save_steps, 4, tmp_path, [1])
     for refusal in pool.run(load_wrong, 4, tmp_path, name, shape, dtype):
         assert message in refusal
@@ -287,7 +355,11 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(pool, tmp_path):
     pool.run(save_steps, 4, tmp_path, [1])
     path = tmp_path / "step_00000001" / MANIFEST
     values = json.loads(path.read_text())["manifest"]
-    values["files"]["../secret.safetensors"] = values["files"].pop("rank_00000.safetensors")
+    values["files"]["../secret.safetensors"] = values["files"].pop(
+        "rank_00000.safetensors"
+    )
     path.write_text(json.dumps({"sha256": digest_of(values), "manifest": values}))
-    with pytest.raises(CheckpointError, match=r"'\.\./secret\.safetensors' is not the name of a shard"):
+    with pytest.raises(
+        CheckpointError, match=r"'\.\./secret\.safetensors' is not the name of a shard"
+    ):
         read_manifest(path.parent)

@@ -15,7 +15,9 @@ from tests.train.runs import training_file
 @pytest.fixture
 def workplace(tmp_path):
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    (tmp_path / "text" / "a.txt").write_text(
+        "the quick brown fox jumps over the lazy dog\n" * 400
+    )
     (tmp_path / "config.toml").write_text(training_file(tmp_path))
     return tmp_path
 
@@ -45,7 +47,9 @@ def refusal(monkeypatch, capsys, *arguments):
 
 @refusals("train")
 def test_train_refuses(monkeypatch, capsys, workplace, arguments, message):
-    assert message in refusal(monkeypatch, capsys, "train", workplace / "config.toml", *arguments)
+    assert message in refusal(
+        monkeypatch, capsys, "train", workplace / "config.toml", *arguments
+    )
     assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
 
 
@@ -89,9 +93,21 @@ print("torch" in sys.modules or "transformers" in sys.modules)
 
 
 def test_train_refuses_bad_input_without_importing_a_framework(workplace):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    program = [sys.executable, "-c", EARLY, str(workplace / "config.toml"), str(workplace)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE")
+    }
+    program = [
+        sys.executable,
+        "-c",
+        EARLY,
+        str(workplace / "config.toml"),
+        str(workplace),
+    ]
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.stdout.split() == 8 * ["2"] + ["False"], done
     lines = done.stderr.splitlines()
     for line, message in zip(
@@ -113,14 +129,18 @@ def test_train_refuses_bad_input_without_importing_a_framework(workplace):
 
 def test_what_only_a_rank_can_see_is_refused_too(monkeypatch, capsys, workplace):
     (workplace / "text" / "a.txt").write_text("too short")
-    assert "needs 46 tokens" in refusal(monkeypatch, capsys, "train", workplace / "config.toml", "--nproc", "2")
+    assert "needs 46 tokens" in refusal(
+        monkeypatch, capsys, "train", workplace / "config.toml", "--nproc", "2"
+    )
     assert not (workplace / "run").exists()
 
 
 def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
     (workplace / "run").mkdir()
     (workplace / "run" / "metrics.jsonl").write_text("precious")
-    assert "already holds a run" in refusal(monkeypatch, capsys, "train", workplace / "config.toml")
+    assert "already holds a run" in refusal(
+        monkeypatch, capsys, "train", workplace / "config.toml"
+    )
     assert (workplace / "run" / "metrics.jsonl").read_text() == "precious"
 
 
@@ -130,12 +150,24 @@ def test_a_run_is_never_overwritten(monkeypatch, capsys, workplace):
         ("{folder}/config.toml", "config.toml is a file"),
         ("{folder}/config.toml/run", "config.toml is a file"),
         ("{folder}/" + 300 * "x", "File name too long"),
-        pytest.param("/proc/run", "/proc", marks=pytest.mark.skipif(sys.platform != "linux", reason="not Linux")),
+        pytest.param(
+            "/proc/run",
+            "/proc",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="not Linux"),
+        ),
     ],
     ids=["a file", "in a file", "too long", "not to be written"],
 )
-def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, capsys, workplace, run, message):
-    line = refusal(monkeypatch, capsys, "train", workplace / "config.toml", f"run={run.format(folder=workplace)}")
+def test_a_folder_that_cannot_be_made_is_refused(
+    monkeypatch, capsys, workplace, run, message
+):
+    line = refusal(
+        monkeypatch,
+        capsys,
+        "train",
+        workplace / "config.toml",
+        f"run={run.format(folder=workplace)}",
+    )
     assert "cannot be the folder of a run" in line and message in line
     assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
 
@@ -147,19 +179,46 @@ def test_bench_refuses(monkeypatch, capsys, arguments, message):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["profile", "--out", "{}/config.toml"], ["demo", "--run", "{}/config.toml/run"], ["init", "{}/text"]],
+    [
+        ["profile", "--out", "{}/config.toml"],
+        ["demo", "--run", "{}/config.toml/run"],
+        ["init", "{}/text"],
+    ],
     ids=["profile", "demo", "init"],
 )
-def test_a_place_that_cannot_be_written_is_refused_at_once(monkeypatch, capsys, workplace, arguments):
-    said = refusal(monkeypatch, capsys, *(argument.format(workplace) for argument in arguments))
-    assert "config.toml is a file" in said or "is a folder; give the name of a file in it" in said
+def test_a_place_that_cannot_be_written_is_refused_at_once(
+    monkeypatch, capsys, workplace, arguments
+):
+    said = refusal(
+        monkeypatch, capsys, *(argument.format(workplace) for argument in arguments)
+    )
+    assert (
+        "config.toml is a file" in said
+        or "is a folder; give the name of a file in it" in said
+    )
 
 
-COMMANDS = "train", "demo", "bench", "plan", "profile", "doctor", "rehearse", "export", "generate", "eval"
+COMMANDS = (
+    "train",
+    "demo",
+    "bench",
+    "plan",
+    "profile",
+    "doctor",
+    "rehearse",
+    "export",
+    "generate",
+    "eval",
+)
 
 
 @pytest.mark.parametrize(
-    "command", [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("attention", "ring", "step"))]
+    "command",
+    [
+        [],
+        *([name] for name in COMMANDS),
+        *(["bench", name] for name in ("attention", "ring", "step")),
+    ],
 )
 def test_help_is_there_with_an_example(monkeypatch, capsys, command):
     said = printed(monkeypatch, capsys, *command, "--help")
@@ -168,7 +227,12 @@ def test_help_is_there_with_an_example(monkeypatch, capsys, command):
 
 @pytest.mark.parametrize("command", ["doctor", "profile"])
 def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys, command):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29500"),
+    ):
         monkeypatch.setenv(name, value)
     assert "under torchrun" in refusal(monkeypatch, capsys, command, "--ranks", "2")
 

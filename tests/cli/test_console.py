@@ -30,7 +30,19 @@ from tests.surface import MODEL
     ("module", "name", "arguments"),
     [
         (planner, "make_plan", ["plan"]),
-        (rehearsal, "rehearse_plan", ["rehearse", "--devices", "512", "--model", "qwen3-0.6b", "--length", "4096"]),
+        (
+            rehearsal,
+            "rehearse_plan",
+            [
+                "rehearse",
+                "--devices",
+                "512",
+                "--model",
+                "qwen3-0.6b",
+                "--length",
+                "4096",
+            ],
+        ),
         (doctor, "examine", ["doctor"]),
         (launch, "launch", ["profile", "--length", "64"]),
         (one_process, "run_attention", ["bench", "attention"]),
@@ -38,38 +50,58 @@ from tests.surface import MODEL
     ids=["plan", "rehearse", "doctor", "profile", "bench"],
 )
 @pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
-def test_an_interrupt_ends_in_one_line(monkeypatch, capsys, module, name, arguments, json_option):
+def test_an_interrupt_ends_in_one_line(
+    monkeypatch, capsys, module, name, arguments, json_option
+):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, name, interrupted)
     out, err = ended(monkeypatch, capsys, *arguments, *json_option, code=130)
-    assert out == "" and err.splitlines()[-1] == "ringspan: interrupted" and "Traceback" not in err
+    assert (
+        out == ""
+        and err.splitlines()[-1] == "ringspan: interrupted"
+        and "Traceback" not in err
+    )
 
 
 def shown(capsys, monkeypatch, columns, show):
-    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv(
+        "COLUMNS", raising=False
+    )
     show(console())
     return capsys.readouterr().out.splitlines()
 
 
 def test_text_wraps_between_words_and_below_itself(capsys, monkeypatch):
     words = " ".join(["a-hyphenated-word"] * 9)
-    lines = shown(capsys, monkeypatch, "60", lambda out: paragraph(out, words, first="- "))
+    lines = shown(
+        capsys, monkeypatch, "60", lambda out: paragraph(out, words, first="- ")
+    )
     assert (
         lines
         == ["- a-hyphenated-word a-hyphenated-word a-hyphenated-word"]
         + ["  a-hyphenated-word a-hyphenated-word a-hyphenated-word"] * 2
     )
     for columns in ("", "0", "wide"):  # a file, and what is no width
-        assert shown(capsys, monkeypatch, columns, lambda out: paragraph(out, words, first="- ")) == [f"- {words}"]
+        assert shown(
+            capsys, monkeypatch, columns, lambda out: paragraph(out, words, first="- ")
+        ) == [f"- {words}"]
 
 
 def test_a_number_and_its_unit_stay_together(capsys, monkeypatch):
     text = "x" * 35 + " 80.0 GB and 4,096 tokens"
-    assert shown(capsys, monkeypatch, "40", lambda out: paragraph(out, text)) == ["x" * 35, "80.0 GB and 4,096 tokens"]
-    assert shown(capsys, monkeypatch, "24", lambda out: paragraph(out, text[36:])) == ["80.0 GB and 4,096 tokens"]
-    assert shown(capsys, monkeypatch, "23", lambda out: paragraph(out, text[36:])) == ["80.0 GB and", "4,096 tokens"]
+    assert shown(capsys, monkeypatch, "40", lambda out: paragraph(out, text)) == [
+        "x" * 35,
+        "80.0 GB and 4,096 tokens",
+    ]
+    assert shown(capsys, monkeypatch, "24", lambda out: paragraph(out, text[36:])) == [
+        "80.0 GB and 4,096 tokens"
+    ]
+    assert shown(capsys, monkeypatch, "23", lambda out: paragraph(out, text[36:])) == [
+        "80.0 GB and",
+        "4,096 tokens",
+    ]
 
 
 def test_json_has_standard_output_for_itself(capsys, monkeypatch):
@@ -81,18 +113,24 @@ def test_json_has_standard_output_for_itself(capsys, monkeypatch):
 def started(*arguments, **options):
     """The command in a process of its own: code and what it says on the standard error stream."""
     program = [sys.executable, "-m", "ringspan", *arguments]
-    done = subprocess.run(program, stderr=subprocess.PIPE, text=True, timeout=60, **options)
+    done = subprocess.run(
+        program, stderr=subprocess.PIPE, text=True, timeout=60, **options
+    )
     return done.returncode, done.stderr
 
 
 def test_output_that_cannot_be_written_ends_in_one_line():
     with open("/dev/full", "w") as full:
         code, said = started("plan", stdout=full)
-    line = "ringspan: the output cannot be written: No space left on device; make room\n"
+    line = (
+        "ringspan: the output cannot be written: No space left on device; make room\n"
+    )
     assert (code, said) == (2, line)
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--json"], ["plan"], ["plan", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["plan", "--json"], ["plan"], ["plan", "--help"]], ids=" ".join
+)
 def test_who_reads_no_more_is_told_nothing(arguments):
     inbox, outbox = os.pipe()
     os.close(inbox)
@@ -105,8 +143,17 @@ def test_who_reads_no_more_is_told_nothing(arguments):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (PermissionError(errno.EACCES, "Permission denied", "a/b"), 2, "a/b: Permission denied; name another place"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "Broken pipe"),  # of a socket: both streams are read
+        (
+            PermissionError(errno.EACCES, "Permission denied", "a/b"),
+            2,
+            "a/b: Permission denied; name another place",
+        ),
+        # of a socket: both streams are read
+        (
+            BrokenPipeError(errno.EPIPE, "Broken pipe"),
+            1,
+            "Broken pipe",
+        ),
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), 1, "reset by peer"),
         (RankLost("rank 1 failed: killed by SIGKILL", 77), 77, "rank 1 failed"),
     ],
@@ -121,7 +168,11 @@ def test_a_command_that_fails_ends_in_one_line(monkeypatch, capsys, error, code,
 def test_a_terminal_of_another_encoding_shows_what_it_can(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    monkeypatch.setattr(planner, "make_plan", lambda question: print("clocks apart ±1 ms") or sys.exit(0))
+    monkeypatch.setattr(
+        planner,
+        "make_plan",
+        lambda question: print("clocks apart ±1 ms") or sys.exit(0),
+    )
     monkeypatch.setattr(sys, "argv", ["ringspan", "plan"])
     with pytest.raises(SystemExit):
         main()
@@ -144,7 +195,9 @@ def test_an_interrupt_while_importing_the_command_ends_in_a_line(monkeypatch, ca
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_status_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, is_terminal):
+def test_progress_is_a_status_on_a_terminal_and_lines_elsewhere(
+    monkeypatch, capsys, is_terminal
+):
     monkeypatch.setattr(Console, "is_terminal", is_terminal)
     with working() as doing:
         doing("a [b]")
@@ -154,10 +207,21 @@ def test_progress_is_a_status_on_a_terminal_and_lines_elsewhere(monkeypatch, cap
 
 def test_a_rehearsal_says_in_a_pipe_what_it_does(monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    options = ["rehearse", "--devices", "2", "--model", str(tmp_path), "--length", "128", "--json"]
+    options = [
+        "rehearse",
+        "--devices",
+        "2",
+        "--model",
+        str(tmp_path),
+        "--length",
+        "128",
+        "--json",
+    ]
     out, err = ended(monkeypatch, capsys, *options, code=0)
     assert len(out.splitlines()) == 1
-    assert err.startswith("rehearsing rank 0: building the model\nmemory: step 1 of 2\n")
+    assert err.startswith(
+        "rehearsing rank 0: building the model\nmemory: step 1 of 2\n"
+    )
 
 
 def test_a_rank_that_is_profiled_says_what_it_does(monkeypatch, capsys):
@@ -166,11 +230,22 @@ def test_a_rank_that_is_profiled_says_what_it_does(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "launch", launched)
-    said = ended(monkeypatch, capsys, "profile", "--model", "qwen3-0.6b", "--length", "64", code=130).err
+    said = ended(
+        monkeypatch,
+        capsys,
+        "profile",
+        "--model",
+        "qwen3-0.6b",
+        "--length",
+        "64",
+        code=130,
+    ).err
     assert said == "starting 2 ranks\nstep 1 of 3\nringspan: interrupted\n"
 
 
-@pytest.mark.parametrize(("handler", "ends"), [("default_int_handler", True), ("SIG_IGN", False)])
+@pytest.mark.parametrize(
+    ("handler", "ends"), [("default_int_handler", True), ("SIG_IGN", False)]
+)
 def test_an_interrupt_while_importing_libraries_ends_at_once(handler, ends):
     """Whatever catches the exception that it would be; never where interrupts are ignored, as in the background."""
     code = (
@@ -182,8 +257,14 @@ def test_an_interrupt_while_importing_libraries_ends_at_once(handler, ends):
         "    try: os.kill(os.getpid(), signal.SIGINT)\n"
         "    except BaseException: print('goes on')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    expected = (130, "as before\n", "ringspan: interrupted\n") if ends else (0, "ignored\n", "")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    expected = (
+        (130, "as before\n", "ringspan: interrupted\n")
+        if ends
+        else (0, "ignored\n", "")
+    )
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
@@ -196,8 +277,13 @@ def test_init_writes_a_file_that_loads_and_replaces_none(monkeypatch, capsys, tm
     assert file.read_text() == "precious"
     printed(monkeypatch, capsys, "init", file, "--force")
     load_config(file)
-    assert "cannot be written" in refusal(monkeypatch, capsys, "init", tmp_path / "no" / "mine.toml")
+    assert "cannot be written" in refusal(
+        monkeypatch, capsys, "init", tmp_path / "no" / "mine.toml"
+    )
 
 
 def test_the_version(monkeypatch, capsys):
-    assert printed(monkeypatch, capsys, "--version") == f"ringspan {ringspan.__version__}\n"
+    assert (
+        printed(monkeypatch, capsys, "--version")
+        == f"ringspan {ringspan.__version__}\n"
+    )

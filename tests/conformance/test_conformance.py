@@ -24,18 +24,30 @@ RIGHT = {"own": own.attention, "gathered": wrong.gathered}
 def on_rank(mesh: DeviceMesh, number: int, attention: str, loss: str) -> Any:
     wrong.KEPT.clear()
     called = RIGHT.get(attention) or getattr(wrong, attention)
-    setting = Setting(called, getattr(wrong, loss), "zigzag", mesh["ring"].get_group(), torch.device("cpu"))
+    setting = Setting(
+        called,
+        getattr(wrong, loss),
+        "zigzag",
+        mesh["ring"].get_group(),
+        torch.device("cpu"),
+    )
     return outcome(CASES[number].run, setting, CASES[number].problem)
 
 
-def row(pool: Pool, ranks: int, name: str, attention: str, loss: str = "loss") -> dict[str, Any]:
+def row(
+    pool: Pool, ranks: int, name: str, attention: str, loss: str = "loss"
+) -> dict[str, Any]:
     number = NUMBERS[name]
-    return judged(CASES[number], ranks, pool.run(on_rank, ranks, number, attention, loss))
+    return judged(
+        CASES[number], ranks, pool.run(on_rank, ranks, number, attention, loss)
+    )
 
 
 @pytest.mark.parametrize("attention", RIGHT)
 def test_what_is_right_passes(pool: Pool, attention: str):
-    rows = [row(pool, ranks, name, attention) for ranks in (1, 2, 3) for name in NUMBERS]
+    rows = [
+        row(pool, ranks, name, attention) for ranks in (1, 2, 3) for name in NUMBERS
+    ]
     assert [each for each in rows if each["outcome"] != "passed"] == []
 
 
@@ -69,19 +81,34 @@ def test_no_case_passes_what_is_no_number_or_has_another_shape(pool: Pool, name:
 
 
 def test_each_wrong_one_passes_what_it_does_right(pool: Pool):
-    others = ("stale", "windowed_by_block", "grouped_by_mean", "contiguous_only", "one_buffer", "padded", "leaking")
-    assert [row(pool, 2, "causal", each)["outcome"] for each in others] == ["passed"] * len(others)
+    others = (
+        "stale",
+        "windowed_by_block",
+        "grouped_by_mean",
+        "contiguous_only",
+        "one_buffer",
+        "padded",
+        "leaking",
+    )
+    assert [row(pool, 2, "causal", each)["outcome"] for each in others] == [
+        "passed"
+    ] * len(others)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("loss", WRONG_LOSSES)
 def test_a_wrong_loss_is_caught(pool: Pool, loss: str, ranks: int):
     found = row(pool, ranks, "loss", "gathered", loss)
-    assert found["outcome"] == "failed" and found["said"] == CASES[NUMBERS["loss"]].cause
+    assert (
+        found["outcome"] == "failed" and found["said"] == CASES[NUMBERS["loss"]].cause
+    )
 
 
 def test_a_rank_without_targets_needs_no_graph(pool: Pool):
-    assert row(pool, 2, "loss", "gathered", "without_targets_detached")["outcome"] == "passed"
+    assert (
+        row(pool, 2, "loss", "gathered", "without_targets_detached")["outcome"]
+        == "passed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,20 +130,33 @@ def test_missing_is_not_failed_and_exceptions_are_reported(pool: Pool):
     found = row(pool, 2, "window in a block", "unable")
     assert (found["outcome"], found["said"]) == ("not supported", "no windows")
     found = row(pool, 2, "causal", "failing")
-    assert (found["outcome"], found["said"]) == ("failed", "rank 0: RuntimeError: shapes do not fit")
+    assert (found["outcome"], found["said"]) == (
+        "failed",
+        "rank 0: RuntimeError: shapes do not fit",
+    )
 
 
 def test_the_command_reports_and_exits_with_what_it_found():
-    command = ["--attention", "tests.conformance.wrong:leaking", "--ranks", "2", "--json"]
+    command = [
+        "--attention",
+        "tests.conformance.wrong:leaking",
+        "--ranks",
+        "2",
+        "--json",
+    ]
     result = CliRunner().invoke(app, command)
     report = json.loads(result.stdout)
     failed = {each["case"] for each in report["rows"] if each["outcome"] == "failed"}
     assert (result.exit_code, failed) == (1, {"documents", "document leak"})
-    assert {each["case"] for each in report["rows"] if each["outcome"] == "not asked"} == {"loss"}
+    assert {
+        each["case"] for each in report["rows"] if each["outcome"] == "not asked"
+    } == {"loss"}
 
 
 @refusals("conformance")
-def test_what_cannot_be_asked_ends_with_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any):
+def test_what_cannot_be_asked_ends_with_a_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any
+):
     (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -21,7 +21,10 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size(group))
+        ]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.stack(parts)
 
@@ -100,10 +103,14 @@ def stale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return gathered(q, k - k.detach() + kept, v, **options)
 
 
-def without_remote_gradients(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Tensor:
+def without_remote_gradients(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any
+) -> Tensor:
     """dk and dv of other ranks' queries are lost."""
     out = gathered(q, k.detach(), v.detach(), group=group, **options)
-    alone = torch.nn.functional.scaled_dot_product_attention(q.detach(), k, v, enable_gqa=True)
+    alone = torch.nn.functional.scaled_dot_product_attention(
+        q.detach(), k, v, enable_gqa=True
+    )
     return out + (alone - alone.detach())
 
 
@@ -142,7 +149,9 @@ def stale_without_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> 
     return (gathered if torch.is_grad_enabled() else stale)(q, k, v, **options)
 
 
-def nothing_without_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def nothing_without_gradients(
+    q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
     """Where nothing is trained, no documents leak, for there is nothing."""
     out = gathered(q, k, v, **options)
     return out if torch.is_grad_enabled() else torch.zeros_like(out)
@@ -171,7 +180,9 @@ def failing(*args: Tensor, **options: Any) -> Tensor:
 
 
 def loss(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
-    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    total = cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     count = (labels != -100).sum()
     dist.all_reduce(count, group=group)
     whole = total.detach().clone()
@@ -180,7 +191,9 @@ def loss(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
 
 
 def mean_of_means(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
-    mean = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).nan_to_num()
+    mean = cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+    ).nan_to_num()
     whole = mean.detach().clone()
     dist.all_reduce(whole, group=group)
     return (mean + (whole - mean).detach()) / dist.get_world_size(group)
@@ -195,12 +208,18 @@ def untracked(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
     return loss(logits.detach().requires_grad_(), labels, group=group)
 
 
-def without_targets_detached(logits: Tensor, labels: Tensor, *, group: Any, times: float = 1.0) -> Tensor:
+def without_targets_detached(
+    logits: Tensor, labels: Tensor, *, group: Any, times: float = 1.0
+) -> Tensor:
     """Right, and on a rank without targets a number without a graph."""
-    value = loss(logits * times + (logits - logits * times).detach(), labels, group=group)
+    value = loss(
+        logits * times + (logits - logits * times).detach(), labels, group=group
+    )
     return value if (labels != -100).any() else value.detach()
 
 
 def times_ranks(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
     """The gradient is times the number of ranks, as a differentiable all-reduce makes it."""
-    return without_targets_detached(logits, labels, group=group, times=dist.get_world_size(group))
+    return without_targets_detached(
+        logits, labels, group=group, times=dist.get_world_size(group)
+    )

@@ -16,14 +16,28 @@ simple_masks = st.one_of(
     st.builds(rs.sliding_window, st.integers(1, 20), global_tokens=st.integers(0, 6)),
     st.builds(rs.prefix_lm, st.integers(0, 20)),
     st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6)),
-    st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), is_causal=st.just(False)),
-    st.builds(rs.documents, st.lists(st.integers(1, 12), min_size=1, max_size=6), window=st.integers(1, 9)),
-    st.builds(rs.frames, st.lists(st.integers(1, 12), min_size=1, max_size=6), window=st.none() | st.integers(1, 4)),
+    st.builds(
+        rs.documents,
+        st.lists(st.integers(1, 12), min_size=1, max_size=6),
+        is_causal=st.just(False),
+    ),
+    st.builds(
+        rs.documents,
+        st.lists(st.integers(1, 12), min_size=1, max_size=6),
+        window=st.integers(1, 9),
+    ),
+    st.builds(
+        rs.frames,
+        st.lists(st.integers(1, 12), min_size=1, max_size=6),
+        window=st.none() | st.integers(1, 4),
+    ),
     st.builds(rs.chunked, st.integers(1, 15), length=st.integers(1, 50)),
 )
 masks = st.recursive(
     simple_masks,
-    lambda inner: st.builds(lambda a, b, join: a & b if join else a | b, inner, inner, st.booleans()),
+    lambda inner: st.builds(
+        lambda a, b, join: a & b if join else a | b, inner, inner, st.booleans()
+    ),
     max_leaves=3,
 )
 
@@ -33,7 +47,13 @@ def custom_layouts(draw, num_ranks=None, most_runs=7):
     """Runs of positions dealt out to ranks in any way: gaps, padding, unequal shares, ranks that hold nothing."""
     dealt = [[] for _ in range(draw(ranks) if num_ranks is None else num_ranks)]
     end = 0
-    for gap, count in draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=most_runs)):
+    for gap, count in draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(1, 9)),
+            min_size=1,
+            max_size=most_runs,
+        )
+    ):
         dealt[draw(st.integers(0, len(dealt) - 1))].append((end + gap, count))
         end += gap + count
     held = [draw(st.permutations(runs)) for runs in dealt]

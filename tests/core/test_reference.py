@@ -12,7 +12,9 @@ from tests.core.strategies import masks
 from tests.fuzz import examples
 
 
-def random_inputs(seed, num_queries, num_keys, heads=4, groups=2, size=3, value_size=5, batch=2):
+def random_inputs(
+    seed, num_queries, num_keys, heads=4, groups=2, size=3, value_size=5, batch=2
+):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((batch, heads, num_queries, size))
     k = rng.standard_normal((batch, groups, num_keys, size))
@@ -32,9 +34,13 @@ def test_gradients_are_those_of_finite_differences():
             for step in (1e-5, -1e-5):
                 moved = {"q": q, "k": k, "v": v, name: array.copy()}
                 moved[name][where] += step
-                out, _ = reference.attention(moved["q"], moved["k"], moved["v"], allowed, 0.7)
+                out, _ = reference.attention(
+                    moved["q"], moved["k"], moved["v"], allowed, 0.7
+                )
                 losses.append((out * dout).sum())
-            assert gradient[where] == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6, abs=1e-8)
+            assert gradient[where] == pytest.approx(
+                (losses[0] - losses[1]) / 2e-5, rel=1e-6, abs=1e-8
+            )
 
 
 def test_a_row_without_keys_is_zero_and_stays_zero_when_merged():

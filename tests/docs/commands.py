@@ -30,7 +30,9 @@ class Row(NamedTuple):
     quick: bool = False
 
 
-_TABLES: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES: Final = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 TABLE: Final = tuple(Row(**row) for row in _TABLES["commands"])
 
 
@@ -49,7 +51,11 @@ class Command(NamedTuple):
         """Without environment, and what torchrun starts without torchrun."""
         words = [word for word in self.words if not re.fullmatch(r"[A-Z_]+=\S+", word)]
         if words[0] == "torchrun":
-            at = words.index("-m") + 1 if "-m" in words else next(i for i, w in enumerate(words) if w.endswith(".py"))
+            at = (
+                words.index("-m") + 1
+                if "-m" in words
+                else next(i for i, w in enumerate(words) if w.endswith(".py"))
+            )
             words = words[at:]
         return shlex.join(words)
 
@@ -79,7 +85,10 @@ def arguments(command: Command) -> list[str]:
     row = command.row
     assert row is not None and not row.why_not, command
     short = {**_TABLES["short"], **row.short}
-    words = [short.get(word, word) if not word.startswith("-") else word for word in command.words]
+    words = [
+        short.get(word, word) if not word.startswith("-") else word
+        for word in command.words
+    ]
     for at, word in enumerate(words[:-1]):
         if word.startswith("--") and word in short:
             words[at + 1] = short[word]
@@ -115,7 +124,9 @@ def reader(folder: Path) -> None:
     from tests.evaluate.harness.data import write
     from tests.torch.models import build
 
-    build("llama", vocab_size=300, max_position_embeddings=2048).save_pretrained(folder / "model")
+    build("llama", vocab_size=300, max_position_embeddings=2048).save_pretrained(
+        folder / "model"
+    )
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "!"
     tokenizer.save_pretrained(folder / "model")
@@ -123,18 +134,27 @@ def reader(folder: Path) -> None:
         shutil.copytree(folder / "model", folder / name)
     Qwen2_5_VLConfig().save_pretrained(folder / "Qwen2.5-VL-7B-Instruct")
 
-    text = "\n\n".join(page.read_text(encoding="utf-8")[:2000] for page in sorted(DOCS.glob("*.md"))[:6])
+    text = "\n\n".join(
+        page.read_text(encoding="utf-8")[:2000]
+        for page in sorted(DOCS.glob("*.md"))[:6]
+    )
     for name in ("book.txt", "prompt.txt"):
         (folder / name).write_text(text[:700], encoding="utf-8")
     (folder / "books").mkdir()
     for number in range(6):
-        (folder / f"books/{number}.txt").write_text(text[number * 2000 :][:2000], encoding="utf-8")
-    (folder / "train.toml").write_text(_block("start.md", "toml").replace("131072", "64"), encoding="utf-8")
+        (folder / f"books/{number}.txt").write_text(
+            text[number * 2000 :][:2000], encoding="utf-8"
+        )
+    (folder / "train.toml").write_text(
+        _block("start.md", "toml").replace("131072", "64"), encoding="utf-8"
+    )
     for name in ("run.toml", "config.toml"):
         shutil.copy(folder / "train.toml", folder / name)
     (folder / "tasks").mkdir()
     write(folder / "tasks")
-    (folder / "my_module.py").write_text(_OWN_ATTENTION + _block("conformance.md", "py"), encoding="utf-8")
+    (folder / "my_module.py").write_text(
+        _OWN_ATTENTION + _block("conformance.md", "py"), encoding="utf-8"
+    )
     (folder / "train.py").write_text(_script(), encoding="utf-8")
     for name in ("examples", "benchmarks", "README.md", "docs", "src"):
         (folder / name).symlink_to(ROOT / name)
@@ -150,7 +170,10 @@ def my_ring_attention(q, k, v, *, causal, document_lengths, length, group):
 
 
 def _block(page: str, language: str) -> str:
-    return next(block.text for block in blocks(DOCS / page) if block.language == language) + "\n"
+    return (
+        next(block.text for block in blocks(DOCS / page) if block.language == language)
+        + "\n"
+    )
 
 
 def _script() -> str:

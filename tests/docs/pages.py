@@ -9,7 +9,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # What draws pages here, if there is one.
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    None,
+)
 
 
 class Block(NamedTuple):
@@ -49,13 +52,20 @@ def blocks(page: Path) -> Iterator[Block]:
                 kept.append(line)
         elif found := re.match(r"\s*(`{3,}|:{3,})(.*)", line):
             fence, language, start, kept = found[1], found[2].strip(), number, []
-        elif line.startswith("    ") and line.strip() and number > 1 and not lines[number - 2].strip():
+        elif (
+            line.startswith("    ")
+            and line.strip()
+            and number > 1
+            and not lines[number - 2].strip()
+        ):
             fence, language, start, kept = "    ", "text", number, [line[4:]]
 
 
 def without_blocks(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
-    return re.sub(r"^\s*(`{3,})[^\n]*\n.*?^\s*\1\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(
+        r"^\s*(`{3,})[^\n]*\n.*?^\s*\1\s*$", "", text, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def prose(page: Path) -> str:
@@ -66,7 +76,12 @@ def prose(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub and the site give to headings."""
     found: set[str] = set()
-    text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^(`{3,}).*?^\1",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
     for heading in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         found.add(re.sub(r"[^\w\- ]", "", words.lower()).strip().replace(" ", "-"))

@@ -16,7 +16,9 @@ import torch
 
 from tests.docs.pages import ROOT, blocks
 
-_TABLES: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES: Final = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 REPLACED: Final[dict[str, str]] = _TABLES["replaced"]
 ELSEWHERE: Final[dict[str, str]] = _TABLES["elsewhere"]
 
@@ -43,7 +45,8 @@ def python_blocks(page: str) -> list[tuple[str, str]]:
     return [
         (block.place, block.text)
         for block in blocks(ROOT / page)
-        if block.language == "python" and not any(line in block.text for line in ELSEWHERE)
+        if block.language == "python"
+        and not any(line in block.text for line in ELSEWHERE)
     ]
 
 
@@ -57,12 +60,20 @@ def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
 
     setup = SETUPS[page]
     names: dict[str, Any] = {
-        "torch": torch, "nn": nn, "rs": rs, "build": build, "folder": folder,
-        **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer")},
-    }  # fmt: skip
+        "torch": torch,
+        "nn": nn,
+        "rs": rs,
+        "build": build,
+        "folder": folder,
+        **{
+            name: getattr(transformers, name)
+            for name in ("AutoModelForCausalLM", "AutoTokenizer")
+        },
+    }
     before, environment = os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as empty:
-        os.chdir(empty)  # a block that writes somewhere else than it says leaves nothing behind
+        # a block that writes somewhere else than it says leaves nothing behind
+        os.chdir(empty)
         try:
             exec(setup.lines, names)
             ran: list[str] = []
@@ -75,7 +86,9 @@ def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
                 ran.append(place)
         finally:
             os.chdir(before)
-            os.environ |= environment  # Lightning takes MASTER_ADDR out when it has trained
+            os.environ |= (
+                environment  # Lightning takes MASTER_ADDR out when it has trained
+            )
     return ran
 
 

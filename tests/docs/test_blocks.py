@@ -15,7 +15,13 @@ from tests.pool import Pool
 from tests.surface import toml_keys
 
 ALL = [block for page in pages() for block in blocks(page)]
-WITH_PYTHON = sorted({block.page.relative_to(ROOT).as_posix() for block in ALL if block.language == "python"})
+WITH_PYTHON = sorted(
+    {
+        block.page.relative_to(ROOT).as_posix()
+        for block in ALL
+        if block.language == "python"
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,30 +38,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="a minute; make docs-check")
-@pytest.mark.parametrize("page", sorted(page for page, setup in SETUPS.items() if not setup.alone))
+@pytest.mark.skipif(
+    "RINGSPAN_DOCS" not in os.environ, reason="a minute; make docs-check"
+)
+@pytest.mark.parametrize(
+    "page", sorted(page for page, setup in SETUPS.items() if not setup.alone)
+)
 def test_the_python_of_a_page_runs(ranks: Pool, folder: Path, page: str):
     expected = [place for place, _ in python_blocks(page)]
     assert expected, f"{page} has no Python: take it off the list"
     assert ranks.run(run_page, 2, page, str(folder)) == [expected] * 2
 
 
-@pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="a minute; make docs-check")
+@pytest.mark.skipif(
+    "RINGSPAN_DOCS" not in os.environ, reason="a minute; make docs-check"
+)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", sorted(page for page, setup in SETUPS.items() if setup.alone))
+@pytest.mark.parametrize(
+    "page", sorted(page for page, setup in SETUPS.items() if setup.alone)
+)
 def test_the_python_of_a_page_runs_in_a_process_of_its_own(folder: Path, page: str):
     command = [sys.executable, "-m", "tests.docs.running", page, str(folder)]
     # Programs are compiled for long, and run once.
-    quickly = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    quickly = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env={**quickly, **os.environ}, capture_output=True, text=True, timeout=580, check=False
+        command,
+        cwd=ROOT,
+        env={**quickly, **os.environ},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [place for place, _ in python_blocks(page)]
 
 
 def test_every_page_with_python_is_run_here_or_elsewhere():
-    missing = [page for page in WITH_PYTHON if page not in SETUPS and python_blocks(page)]
+    missing = [
+        page for page in WITH_PYTHON if page not in SETUPS and python_blocks(page)
+    ]
     assert missing == []
     assert [place for place in ELSEWHERE.values() if not (ROOT / place).exists()] == []
     texts = [block.text for block in ALL if block.language == "python"]

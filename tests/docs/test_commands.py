@@ -17,7 +17,11 @@ from tests.docs.commands import TABLE, Command, arguments, commands, reader
 from tests.docs.pages import ROOT, pages, without_blocks
 
 ALL = list(commands())
-RUN = {shlex.join(arguments(each)): each for each in reversed(ALL) if each.row and not each.row.why_not}
+RUN = {
+    shlex.join(arguments(each)): each
+    for each in reversed(ALL)
+    if each.row and not each.row.why_not
+}
 QUICK = {line: each for line, each in RUN.items() if each.row and each.row.quick}
 LONG = {line: each for line, each in RUN.items() if line not in QUICK}
 
@@ -55,11 +59,23 @@ def ran(command: Command, home: Path, folder: Path) -> str:
 
 
 def printed(command: Command, here: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", f"{ROOT}/src"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", f"{ROOT}/src"),
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
-        arguments(command), cwd=here, env=environment, capture_output=True, text=True, timeout=580, check=False
+        arguments(command),
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
     )
-    assert done.returncode == 0, f"{command.place}: {command.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, (
+        f"{command.place}: {command.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
     return done.stdout
 
 
@@ -68,7 +84,9 @@ def test_a_quick_command_runs(home: Path, tmp_path: Path, line: str):
     assert ran(QUICK[line], home, tmp_path)
 
 
-@pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="minutes; make docs-check")
+@pytest.mark.skipif(
+    "RINGSPAN_DOCS" not in os.environ, reason="minutes; make docs-check"
+)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("line", LONG, ids=[each.place for each in LONG.values()])
 def test_a_command_runs(home: Path, tmp_path: Path, line: str):
@@ -102,26 +120,52 @@ def test_every_command_of_ringspan_parses():
     found = [(each.place, shlex.split(each.program)) for each in ALL]
     found = [(place, words[1:]) for place, words in found if words[0] == "ringspan"]
     assert len(found) > 40
-    assert [(place, words, why) for place, words in found if (why := problem(words))] == []
+    assert [
+        (place, words, why) for place, words in found if (why := problem(words))
+    ] == []
 
 
 def missing(command: str) -> str | None:
     """What a command in a sentence names and is not there: a target, a module, a file, an option of ``ringspan``."""
     match shlex.split(command):
         case ["make", target, *_]:
-            return None if re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else target
+            return (
+                None
+                if re.search(
+                    rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE
+                )
+                else target
+            )
         case ["python", "-m", module, *_]:
             return None if importlib.util.find_spec(module) else module
         case ["python" | "pytest", *files]:
-            return next((each for each in files if each.endswith(".py") and not (ROOT / each).is_file()), None)
+            return next(
+                (
+                    each
+                    for each in files
+                    if each.endswith(".py") and not (ROOT / each).is_file()
+                ),
+                None,
+            )
         case ["ringspan", *words]:
             here = typer.main.get_command(app)
             while words and words[0] in getattr(here, "commands", {}):
                 here = here.commands[words.pop(0)]  # pyright: ignore[reportAttributeAccessIssue]
-            if hasattr(here, "commands") and words[:1] not in ([], ["COMMAND"], ["--version"]):
+            if hasattr(here, "commands") and words[:1] not in (
+                [],
+                ["COMMAND"],
+                ["--version"],
+            ):
                 return words[0]
             options = {option for parameter in here.params for option in parameter.opts}
-            return next((word for word in words if word.startswith("--") and word not in {"--help", *options}), None)
+            return next(
+                (
+                    word
+                    for word in words
+                    if word.startswith("--") and word not in {"--help", *options}
+                ),
+                None,
+            )
     return None
 
 
@@ -129,7 +173,11 @@ def test_what_a_command_in_a_sentence_names_is_there():
     found = {
         (page.name, code)
         for page in pages()
-        for code in re.findall(r"`((?:ringspan|make|python|pytest) [^`\n]+)`", without_blocks(page))
+        for code in re.findall(
+            r"`((?:ringspan|make|python|pytest) [^`\n]+)`", without_blocks(page)
+        )
     }
     assert len(found) > 80
-    assert [(page, code, what) for page, code in sorted(found) if (what := missing(code))] == []
+    assert [
+        (page, code, what) for page, code in sorted(found) if (what := missing(code))
+    ] == []

@@ -17,12 +17,16 @@ def broken(page: Path) -> list[str]:
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         exists = path.exists() and path.is_relative_to(ROOT)
-        if not exists or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+        if not exists or (
+            anchor and path.suffix == ".md" and anchor not in anchors(path)
+        ):
             found.append(target)
     return found
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_lead_somewhere(page: Path):
     assert broken(page) == []
 
@@ -39,8 +43,18 @@ def test_what_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def linked(page: Path, contents: bool = True) -> set[Path]:
     """Pages that a page leads to, by its links and by its tables of contents, which only the site shows."""
     targets = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", prose(page))
-    for table in re.findall(r"```{toctree}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if contents else ():
-        targets += [f"{line}.md" for line in table.splitlines() if line and not line.startswith(":")]
+    for table in (
+        re.findall(
+            r"```{toctree}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        )
+        if contents
+        else ()
+    ):
+        targets += [
+            f"{line}.md"
+            for line in table.splitlines()
+            if line and not line.startswith(":")
+        ]
     found = {(page.parent / target).resolve() for target in targets}
     return {each for each in found if each.is_relative_to(DOCS) and each.exists()}
 
@@ -50,6 +64,8 @@ def within_two_clicks(start: Path, contents: bool) -> set[Path]:
     return {start, *first, *(page for each in first for page in linked(each, contents))}
 
 
-@pytest.mark.parametrize(("start", "contents"), [("docs/index.md", True), ("README.md", False)])
+@pytest.mark.parametrize(
+    ("start", "contents"), [("docs/index.md", True), ("README.md", False)]
+)
 def test_every_page_is_within_two_clicks(start: str, contents: bool):
     assert set(DOCS.rglob("*.md")) - within_two_clicks(ROOT / start, contents) == set()

@@ -18,13 +18,24 @@ SECTIONS = {
 
 def test_every_json_key_is_explained_and_no_other():
     text = (DOCS / "reference" / "json.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(
+        re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    )
     frozen = json.loads(FILE.read_text(encoding="utf-8"))["JSON keys"]
     assert set(frozen) == set(SECTIONS)
     for title, body in sections.items():
-        first_cells = [row.split("|")[1] for row in body.splitlines() if row.startswith("| `")]
-        explained = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
-        expected = {key for command, section in SECTIONS.items() if section == title for key in frozen[command]}
+        first_cells = [
+            row.split("|")[1] for row in body.splitlines() if row.startswith("| `")
+        ]
+        explained = {
+            key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)
+        }
+        expected = {
+            key
+            for command, section in SECTIONS.items()
+            if section == title
+            for key in frozen[command]
+        }
         assert explained == expected, title
 
 
@@ -35,5 +46,11 @@ def test_a_picture_is_drawn_from_the_schedule(name: str):
 
 def test_tables_are_made_of_the_results():
     texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
-    assert [name for name, text in texts.items() if filled(text) != text] == [], "run python -m benchmarks.tables"
-    assert [name for name in TABLES if not any(f"<!-- table {name} -->" in text for text in texts.values())] == []
+    assert [name for name, text in texts.items() if filled(text) != text] == [], (
+        "run python -m benchmarks.tables"
+    )
+    assert [
+        name
+        for name in TABLES
+        if not any(f"<!-- table {name} -->" in text for text in texts.values())
+    ] == []

@@ -12,7 +12,9 @@ from ringspan.evaluate.settings import EvalSettings
 from ringspan.evaluate.tasks import ADJECTIVES, NOUNS
 from tests.cli.commands.test_generate import save_model, save_tokenizer
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+)
 
 
 def save(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
@@ -29,11 +31,23 @@ def save(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
 
 def save_of_words(folder: Path, **changes: Any) -> Path:
     """The same with a token a word or number, so that long lists of words are short."""
-    pieces = ["?", "-", ".", *dict.fromkeys([*ADJECTIVES, *NOUNS]), *map(str, range(1, 400))]
-    tokenizer: Any = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+    pieces = [
+        "?",
+        "-",
+        ".",
+        *dict.fromkeys([*ADJECTIVES, *NOUNS]),
+        *map(str, range(1, 400)),
+    ]
+    tokenizer: Any = Tokenizer(
+        models.WordLevel({piece: at for at, piece in enumerate(pieces)}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
     save(folder, vocab_size=len(pieces), **changes)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -47,7 +61,10 @@ def plain_tokens(settings: EvalSettings) -> list[list[int]]:
             asked = prompts.question(length, depth, index)
             ids = torch.tensor([asked.ids])
             whole = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked.max_new_tokens, do_sample=False
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=asked.max_new_tokens,
+                do_sample=False,
             )
             found.append(whole[0, len(asked.ids) :].tolist())
     return found

@@ -23,11 +23,21 @@ from tests.evaluate.models import plain_tokens, save
 RANKS, ITEMS = 2, 4
 
 
-def rank(number: int, port: int, asked: list[str], place: Path, killed_after: int | None) -> None:
+def rank(
+    number: int, port: int, asked: list[str], place: Path, killed_after: int | None
+) -> None:
     """What torchrun starts: a rank of the command, which is killed after so many items, and notes how many it had."""
     settle()
-    found = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in found.items()} | {"MASTER_ADDR": "localhost"}
+    found = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_PORT": port,
+    }
+    os.environ |= {name: str(value) for name, value in found.items()} | {
+        "MASTER_ADDR": "localhost"
+    }
     sys.argv = ["ringspan", "eval", *asked]
     answered, add = 0, Records.add
 
@@ -56,14 +66,19 @@ def rank(number: int, port: int, asked: list[str], place: Path, killed_after: in
             print(f"answered {answered}", file=err)
 
 
-def under_torchrun(asked: list[str], place: Path, killed_after: int | None = None) -> list[int | None]:
+def under_torchrun(
+    asked: list[str], place: Path, killed_after: int | None = None
+) -> list[int | None]:
     place.mkdir()
     with socket.socket() as one:
         one.bind(("localhost", 0))
         port = one.getsockname()[1]
     serve_forks("ringspan.evaluate.runner")
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=rank, args=(at, port, asked, place, killed_after)) for at in range(RANKS)]
+    ranks = [
+        context.Process(target=rank, args=(at, port, asked, place, killed_after))
+        for at in range(RANKS)
+    ]
     for one in ranks:
         one.start()
     ranks[0].join(100)
@@ -78,10 +93,27 @@ def under_torchrun(asked: list[str], place: Path, killed_after: int | None = Non
 @pytest.mark.skipif(sys.platform != "linux", reason="forks of a server")
 def test_a_killed_run_resumes_after_its_last_item(tmp_path):
     # Of such a width and depth it says something else for each text.
-    folder = save(tmp_path / "tiny", max_position_embeddings=1024, hidden_size=64, num_hidden_layers=1)
+    folder = save(
+        tmp_path / "tiny",
+        max_position_embeddings=1024,
+        hidden_size=64,
+        num_hidden_layers=1,
+    )
     kept = tmp_path / "kept"
-    asked = ["lines", str(folder), "--lengths", "700", "--items", str(ITEMS), "--out", str(kept), "--json"]
-    assert under_torchrun(asked, tmp_path / "first", killed_after=3)[0] == -signal.SIGKILL
+    asked = [
+        "lines",
+        str(folder),
+        "--lengths",
+        "700",
+        "--items",
+        str(ITEMS),
+        "--out",
+        str(kept),
+        "--json",
+    ]
+    assert (
+        under_torchrun(asked, tmp_path / "first", killed_after=3)[0] == -signal.SIGKILL
+    )
     (file,) = kept.glob("*.jsonl")
     before = file.read_text().splitlines()
     assert len(before) == 3
@@ -90,12 +122,20 @@ def test_a_killed_run_resumes_after_its_last_item(tmp_path):
     assert under_torchrun(asked, second) == [0] * RANKS
     lines = file.read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert lines[:3] == before and [record["key"] for record in records] == [[700, None, at] for at in range(ITEMS)]
-    settings = EvalSettings(folder=str(folder), task="lines", lengths=(700,), items=ITEMS)
+    assert lines[:3] == before and [record["key"] for record in records] == [
+        [700, None, at] for at in range(ITEMS)
+    ]
+    settings = EvalSettings(
+        folder=str(folder), task="lines", lengths=(700,), items=ITEMS
+    )
     wanted = plain_tokens(settings)
-    assert [record["token_ids"] for record in records] == wanted and len(set(map(tuple, wanted))) == ITEMS
+    assert [record["token_ids"] for record in records] == wanted and len(
+        set(map(tuple, wanted))
+    ) == ITEMS
     said = [(second / f"err-{at}").read_text() for at in range(RANKS)]
-    assert all("answered 1\n" in text for text in said), "each rank had the last item alone"
+    assert all("answered 1\n" in text for text in said), (
+        "each rank had the last item alone"
+    )
     assert f"tiny: 3 of 4 items are in {file}; continuing after them" in said[0]
     result = json.loads((second / "out-0").read_text())
     assert result["rows"][0]["items"] == ITEMS and (second / "out-1").read_text() == ""

@@ -34,9 +34,16 @@ def folder(tmp_path_factory):
 
 
 def asked(folder: Path, name: str, **changes: Any) -> EvalSettings:
-    options: dict[str, Any] = {"depths": (0.5,), "distractors": 1, "prefill_tokens": 333, "items": ITEMS.get(name, 2)}
+    options: dict[str, Any] = {
+        "depths": (0.5,),
+        "distractors": 1,
+        "prefill_tokens": 333,
+        "items": ITEMS.get(name, 2),
+    }
     lengths = LENGTHS.get(name, (901,))
-    return EvalSettings(folder=str(folder), task=name, **{"lengths": lengths, **options, **changes})
+    return EvalSettings(
+        folder=str(folder), task=name, **{"lengths": lengths, **options, **changes}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +59,22 @@ def expected(folder):
     return tokens
 
 
-def check(settings: EvalSettings, result: dict[str, Any], tokens: list[list[int]]) -> None:
+def check(
+    settings: EvalSettings, result: dict[str, Any], tokens: list[list[int]]
+) -> None:
     """Each item has the tokens of the plain loop, and the score of what they say."""
-    records = [json.loads(line) for line in Path(result["records"]).read_text().splitlines()]
+    records = [
+        json.loads(line) for line in Path(result["records"]).read_text().splitlines()
+    ]
     assert [record["token_ids"] for record in records] == tokens, settings.task
     assert [row["items"] for row in result["rows"]] == [settings.items]
     tokenizer = AutoTokenizer.from_pretrained(settings.folder)
     score = TASKS[settings.task].score
     said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-    scores = [score(text, record["answers"]) for text, record in zip(said, records, strict=True)]
+    scores = [
+        score(text, record["answers"])
+        for text, record in zip(said, records, strict=True)
+    ]
     assert result["rows"][0]["accuracy"] == sum(scores) / settings.items
     length = settings.lengths[0]
     assert all(length - 400 < record["tokens"] < length for record in records)
@@ -70,35 +84,57 @@ def check(settings: EvalSettings, result: dict[str, Any], tokens: list[list[int]
 def test_all_tasks_answer_as_one_process(folder, expected, tmp_path, ranks):
     # The ten words of one task are most of what would be written here: it has a test of its own.
     items = 2 if ranks == 3 else 1
-    every = [asked(folder, name, items=items) for name in TASKS if name != "common-words"]
-    answers = [tuple(tokens) for settings in every for tokens in expected(settings.task)[:items]]
+    every = [
+        asked(folder, name, items=items) for name in TASKS if name != "common-words"
+    ]
+    answers = [
+        tuple(tokens)
+        for settings in every
+        for tokens in expected(settings.task)[:items]
+    ]
+    # the same on every rank
     assert len(set(answers)) == len(answers)
-    for results in launch(evaluate_ranks, ranks, every, str(tmp_path), threads=1):  # the same on every rank
+    for results in launch(evaluate_ranks, ranks, every, str(tmp_path), threads=1):
         for settings, result in zip(every, results, strict=True):
             check(settings, result, expected(settings.task)[:items])
 
 
 @pytest.mark.parametrize(
-    ("ranks", "is_of_bytes"), long((2, False), (1, False), (3, False), (1, True), (2, True), (3, True))
+    ("ranks", "is_of_bytes"),
+    long((2, False), (1, False), (3, False), (1, True), (2, True), (3, True)),
 )
-def test_common_words_are_those_of_one_process(folder, expected, tmp_path, ranks, is_of_bytes):
+def test_common_words_are_those_of_one_process(
+    folder, expected, tmp_path, ranks, is_of_bytes
+):
     """With a token a word in short, and a token a byte."""
     settings = asked(folder, "common-words")
     if not is_of_bytes:
-        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+        sizes = {
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 2048,
+        }
         words = save_of_words(tmp_path / "words", **sizes)
         settings = asked(words, "common-words", lengths=(1_800,), items=2)
     wanted = expected("common-words") if is_of_bytes else plain_tokens(settings)
-    assert len(set(map(tuple, wanted))) == settings.items and all(len(set(tokens)) > 5 for tokens in wanted)
-    for (result,) in launch(evaluate_ranks, ranks, [settings], str(tmp_path), threads=1):
+    assert len(set(map(tuple, wanted))) == settings.items and all(
+        len(set(tokens)) > 5 for tokens in wanted
+    )
+    for (result,) in launch(
+        evaluate_ranks, ranks, [settings], str(tmp_path), threads=1
+    ):
         check(settings, result, wanted)
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v32", *long("minimax_m3_vl_text")])
 def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
     if kind != "llama":
-        folder = save(tmp_path / kind, model_type=kind, num_hidden_layers=4, **CONFIGS[kind])
-    settings = EvalSettings(folder=str(folder), task=PERPLEXITY, lengths=(333,), items=2)
+        folder = save(
+            tmp_path / kind, model_type=kind, num_hidden_layers=4, **CONFIGS[kind]
+        )
+    settings = EvalSettings(
+        folder=str(folder), task=PERPLEXITY, lengths=(333,), items=2
+    )
     ((result,), _) = launch(evaluate_ranks, 2, [settings], str(tmp_path), threads=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -107,7 +143,9 @@ def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
         ids = tokenizer(text[:5000], return_tensors="pt").input_ids[:, :333]
         with torch.no_grad():
             logits = model(ids).logits[0, :-1].double()
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        )
     whole = torch.stack(losses)
     assert edges(333) == [64, 128, 256, 333]
     start = 1
@@ -115,7 +153,9 @@ def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
         part = whole[:, start - 1 : stop - 1]
         assert (row["start"], row["length"], row["items"]) == (start, stop, 2)
         assert row["loss"] == pytest.approx(float(part.mean()), rel=1e-6)
-        assert row["bits_per_byte"] == pytest.approx(float(part.mean()) / torch.log(torch.tensor(2.0)).item(), rel=0.02)
+        assert row["bits_per_byte"] == pytest.approx(
+            float(part.mean()) / torch.log(torch.tensor(2.0)).item(), rel=0.02
+        )
         start = stop
 
 
@@ -123,7 +163,9 @@ def adapter(place: Path, base: Path) -> Path:
     """The folder of an adapter, whose own files say nothing of its base model's."""
     folder = place / "adapter"
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(base)})
+    )
     return folder
 
 
@@ -162,7 +204,10 @@ def hold(mesh, path):
 def test_a_second_evaluation_into_one_file_is_refused(pool, tmp_path):
     path = tmp_path / "lines-model-0.jsonl"
     pool.run(hold, 1, path)
-    with pytest.raises(ConfigError, match=r"is being written by process \d+ on .*; wait for it, or .* --out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is being written by process \d+ on .*; wait for it, or .* --out",
+    ):
         Records(path).load()
     Records(tmp_path / "lines-other-0.jsonl").load()
     pool.run(hold, 1, None)
@@ -189,7 +234,9 @@ def test_records_continue_after_a_line_that_was_cut(folder, tmp_path):
         ({"plain": True}, False),
         ({"folder": str(adapter(tmp_path, folder))}, False),
     ):
-        other = EvalSettings(**{"folder": str(folder), "task": "lines", "items": 3, **changes})
+        other = EvalSettings(
+            **{"folder": str(folder), "task": "lines", "items": 3, **changes}
+        )
         assert (file_of(tmp_path, other) == records.path) is is_same
     records.path.write_text("what?\n")
     with pytest.raises(ConfigError, match="damaged; delete it"):
@@ -198,7 +245,12 @@ def test_records_continue_after_a_line_that_was_cut(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("mean", "count", "low", "high"),
-    [(0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 100, 0.4038, 0.5962), (0.81, 263, 0.7583, 0.8528)],
+    [
+        (0.0, 10, 0.0, 0.2775),
+        (1.0, 10, 0.7225, 1.0),
+        (0.5, 100, 0.4038, 0.5962),
+        (0.81, 263, 0.7583, 0.8528),
+    ],
 )
 def test_wilsons_interval(mean, count, low, high):
     # statsmodels.stats.proportion.proportion_confint(..., method="wilson")
@@ -213,7 +265,9 @@ def test_rows_of_accuracy_are_by_length_and_depth():
         {"length": 10, "depth": 1.0, "score": 1.0},
     ]
     rows = accuracy_rows(records)
-    assert [(row["length"], row["depth"], row["accuracy"], row["items"]) for row in rows] == [
+    assert [
+        (row["length"], row["depth"], row["accuracy"], row["items"]) for row in rows
+    ] == [
         (10, 0.0, 0.0, 1),
         (10, 1.0, 0.75, 2),
         (20, 0.0, 1.0, 1),
@@ -226,9 +280,13 @@ def test_rows_of_loss_weigh_tokens_and_bytes():
         {"start": 1, "stop": 4, "nats": 3.0, "tokens": 3, "bytes": 6},
         {"start": 4, "stop": 8, "nats": 8.0, "tokens": 4, "bytes": None},
     ]
-    first, second = loss_rows([{"parts": parts}, {"parts": [{**parts[0], "nats": 9.0, "bytes": 10}]}])
+    first, second = loss_rows(
+        [{"parts": parts}, {"parts": [{**parts[0], "nats": 9.0, "bytes": 10}]}]
+    )
     assert first["loss"] == 2.0 and first["items"] == 2
     assert first["bits_per_byte"] == pytest.approx(12 / 16 / math.log(2))
-    assert (first["low"], first["high"]) == pytest.approx((2 - 1.96 * math.sqrt(2) / math.sqrt(2), 3.96), abs=1e-3)
+    assert (first["low"], first["high"]) == pytest.approx(
+        (2 - 1.96 * math.sqrt(2) / math.sqrt(2), 3.96), abs=1e-3
+    )
     assert second["bits_per_byte"] is None and second["low"] is None
     assert normal([1.0]) is None

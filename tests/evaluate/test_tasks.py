@@ -12,7 +12,15 @@ from ringspan.core.errors import ConfigError
 from ringspan.evaluate.prompts import Prompts, prose, sentences
 from ringspan.evaluate.records import VERSION
 from ringspan.evaluate.settings import EvalSettings
-from ringspan.evaluate.tasks import ADJECTIVES, NOUNS, TASKS, Material, first_number, found, names
+from ringspan.evaluate.tasks import (
+    ADJECTIVES,
+    NOUNS,
+    TASKS,
+    Material,
+    first_number,
+    found,
+    names,
+)
 
 TEXT = sentences(prose())
 
@@ -63,12 +71,20 @@ def test_a_prompt_is_as_long_as_it_can_be(name, length):
     longest_unit = 60 if not TASKS[name].needs_text else max(map(len, TEXT)) + 60
     assert length - longest_unit < whole <= length
     # Nothing of the questions before it: a run that continues asks the same.
-    assert Prompts(EvalSettings(folder="m", task=name), Characters()).question(length, 0.5, 3) == asked
+    assert (
+        Prompts(EvalSettings(folder="m", task=name), Characters()).question(
+            length, 0.5, 3
+        )
+        == asked
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_length_below_the_shortest_prompt_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"--lengths 90: the shortest prompt of {name} takes [\d,]+ tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"--lengths 90: the shortest prompt of {name} takes [\d,]+ tokens",
+    ):
         Prompts(EvalSettings(folder="m", task=name), Characters()).question(90, 0.5, 0)
 
 
@@ -85,18 +101,26 @@ def test_a_needle_is_at_its_depth_among_distractors(depth):
 def test_chains_of_variables_lead_to_the_value():
     prompt = built("tracing", 40)
     values: dict[str, str] = {}
-    for name, source in re.findall(r"VAR ([A-Z]{5}) = (\d+|VAR [A-Z]{5})\.", prompt.text):
+    for name, source in re.findall(
+        r"VAR ([A-Z]{5}) = (\d+|VAR [A-Z]{5})\.", prompt.text
+    ):
         values[name] = values[source[4:]] if source.startswith("VAR") else source
     asked = re.search(r"assigned the value (\d+) in", prompt.text)
-    assert asked and {name for name, value in values.items() if value == asked[1]} == set(prompt.answers)
+    assert asked and {
+        name for name, value in values.items() if value == asked[1]
+    } == set(prompt.answers)
     assert len(values) == 10
 
 
 def test_common_and_frequent_words_are_those_that_occur_most():
     for name in ("common-words", "frequent-words"):
         prompt = built(name, 300)
-        words = re.findall(r"(?<!\S)[a-z]+-[a-z]+|(?<!\S)[a-z]{6}(?!\S)", prompt.text.split("\n\n")[1])
-        counts = sorted(((words.count(word), word) for word in set(words)), reverse=True)
+        words = re.findall(
+            r"(?<!\S)[a-z]+-[a-z]+|(?<!\S)[a-z]{6}(?!\S)", prompt.text.split("\n\n")[1]
+        )
+        counts = sorted(
+            ((words.count(word), word) for word in set(words)), reverse=True
+        )
         top = len(prompt.answers)
         assert {word for _, word in counts[:top]} == set(prompt.answers)
         assert counts[top - 1][0] > counts[top][0]
@@ -104,10 +128,14 @@ def test_common_and_frequent_words_are_those_that_occur_most():
 
 def test_the_chat_template_is_used_unless_told_otherwise():
     length, cue = 3_000, "line "
-    with_it = Prompts(EvalSettings(folder="m", task="lines"), Characters(template=True)).question(length, None, 0)
+    with_it = Prompts(
+        EvalSettings(folder="m", task="lines"), Characters(template=True)
+    ).question(length, None, 0)
     text = "".join(map(chr, with_it.ids))
     assert text.startswith("<user>Below") and f"number.<assistant>{cue}" in text
-    plain = Prompts(EvalSettings(folder="m", task="lines", plain=True), Characters(template=True))
+    plain = Prompts(
+        EvalSettings(folder="m", task="lines", plain=True), Characters(template=True)
+    )
     assert "<user>" not in "".join(map(chr, plain.question(length, None, 0).ids))
 
 

@@ -23,10 +23,22 @@ _GATED = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 _EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-_MAMBA2 = {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_MAMBA2 = {
+    "mamba_d_state": 6,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SHARING = {
-    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    "layers_block_type": [
+        "linear_attention",
+        "hybrid",
+        "hybrid",
+        "linear_attention",
+        "hybrid",
+    ],
     "num_hidden_layers": 5,
     "head_dim": None,
 }
@@ -84,8 +96,16 @@ _LATENT = {
     "v_head_dim": 6, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 3, "n_routed_experts": 4, "n_group": 1,
     "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
-_SHARED = _LATENT | {"indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2}
-_UNGROUPED = {"first_k_dense_replace": 2, "n_group": None, "topk_group": None, "gated_norm_rank": 4}
+_SHARED = _LATENT | {
+    "indexer_types": ["full", "shared"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+}
+_UNGROUPED = {
+    "first_k_dense_replace": 2,
+    "n_group": None,
+    "topk_group": None,
+    "gated_norm_rank": 4,
+}
 _SLIDING = {
     "num_hidden_layers": 6, "layer_types": ["indexed_attention", "sliding_attention", "full_attention"] * 2,
     "mlp_layer_types": ["dense", "dense", *["sparse"] * 4], "head_dim": 18, "sliding_window": 6,
@@ -123,7 +143,9 @@ INDEXED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Others that compress keys and values, and attend to all of them.
 LATENT: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3"), _LATENT | {"first_k_dense_replace": 2}),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3"), _LATENT | {"first_k_dense_replace": 2}
+    ),
     **dict.fromkeys(("glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
 }
 # Those that transformers has only below a model that sees.
@@ -150,10 +172,18 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     usual.allow_global_per_layer_attribute_access = True
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
+    # older transformers
     values |= (HYBRIDS | INDEXED | LATENT | SEEING_INDEXED)[kind] | changes
-    if "layer_types" in values and "indexed_attention" not in ALLOWED_LAYER_TYPES:  # older transformers
+    if "layer_types" in values and "indexed_attention" not in ALLOWED_LAYER_TYPES:
         older = f"{'qwen' if kind.startswith('qwen') else 'deepseek'}_sparse_attention"
-        values["layer_types"] = [older if each == "indexed_attention" else each for each in values["layer_types"]]
-    made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
-    made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
+        values["layer_types"] = [
+            older if each == "indexed_attention" else each
+            for each in values["layer_types"]
+        ]
+    made = CONFIG_MAPPING[kind](
+        **{name: value for name, value in values.items() if value is not None}
+    )
+    made._attn_implementation = made._experts_implementation = (
+        "eager"  # others know no float64
+    )
     return made

@@ -14,7 +14,9 @@ class Refusal(NamedTuple):
 
 REFUSALS: Final = {
     piece: Refusal(**words)
-    for piece, words in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+    for piece, words in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
 }
 
 
@@ -24,7 +26,9 @@ def refusal_of(message: str) -> Refusal:
     Raises:
         LookupError: nothing; the page must not have a message for programmers.
     """
-    found = next((refusal for piece, refusal in REFUSALS.items() if piece in message), None)
+    found = next(
+        (refusal for piece, refusal in REFUSALS.items() if piece in message), None
+    )
     if found is None:
         raise LookupError(f"docs/models.md has no words for: {message}")
     return found

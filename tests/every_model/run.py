@@ -24,7 +24,15 @@ from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.refusals import refusal_of
-from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config, tiny_model, tiny_tokens, undropped_config
+from tests.every_model.tiny import (
+    KINDS,
+    MULTIMODAL,
+    auto_class,
+    tiny_config,
+    tiny_model,
+    tiny_tokens,
+    undropped_config,
+)
 from tests.pool import Pool
 from tests.torch.float64 import in_float64_of
 from tests.torch.models import relative, whole_gradients
@@ -52,9 +60,16 @@ PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 75, 17, 12, 2
 GENERATION: Final = "generation"
 IMAGES: Final = "images"
 PLAN: Final = "plan"
-IN_DEFAULT_DTYPE: Final = ("xglm",)  # models that make a number of the default dtype of one of their own
-IN_FLOAT32: Final = ("llama4", "qwen3_vl_moe", "qwen3_5_moe")  # whose tables or experts know no float64
-IN_FLOAT64: Final = ("qwen3_5",)  # on rings too: the gradients of its decays are as small as float32's rounding
+# models that make a number of the default dtype of one of their own
+IN_DEFAULT_DTYPE: Final = ("xglm",)
+# whose tables or experts know no float64
+IN_FLOAT32: Final = (
+    "llama4",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+)
+# on rings too: the gradients of its decays are as small as float32's rounding
+IN_FLOAT64: Final = ("qwen3_5",)
 LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
@@ -69,11 +84,15 @@ def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, 
         torch.set_default_dtype(torch.float32)
 
 
-def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
+def _one_process(
+    model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_packed: bool
+) -> dict[str, Any]:
     if dtype == torch.float64:
         model = widened(model)
     parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
-    logits = torch.cat([model(**read(model, part), use_cache=False).logits for part in parts], 1)
+    logits = torch.cat(
+        [model(**read(model, part), use_cache=False).logits for part in parts], 1
+    )
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -90,10 +109,16 @@ def widened(model: Any) -> Any:
 def read(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     if model.config.model_type != "paligemma":
         return {"input_ids": tokens}
-    return {"input_ids": tokens, "token_type_ids": torch.ones_like(tokens)}  # none of it is a prompt
+    # none of it is a prompt
+    return {
+        "input_ids": tokens,
+        "token_type_ids": torch.ones_like(tokens),
+    }
 
 
-def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> dict[str, Any]:
+def on_the_ring(
+    mesh: DeviceMesh, kind: str, layout: str, is_packed: bool
+) -> dict[str, Any]:
     model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
     if kind.removesuffix(MULTIMODAL) in IN_FLOAT64:
         model = in_float64_of(model)
@@ -117,7 +142,8 @@ def written(model: Any) -> dict[str, Any]:
     """The most likely tokens after a prompt, and the logits of each."""
     with torch.no_grad():
         out = model.eval().generate(
-            input_ids=tiny_tokens(PROMPT),  # the first argument of models that hear is a sound
+            # the first argument of models that hear is a sound
+            input_ids=tiny_tokens(PROMPT),
             max_new_tokens=WRITTEN,
             min_new_tokens=WRITTEN,
             do_sample=False,
@@ -130,7 +156,11 @@ def written(model: Any) -> dict[str, Any]:
 
 def written_on_the_ring(mesh: DeviceMesh, kind: str) -> dict[str, Any]:
     model = tiny_model(kind)
-    model = rs.parallelize(model, mesh, checkpoint="attention" if model.supports_gradient_checkpointing else "none")
+    model = rs.parallelize(
+        model,
+        mesh,
+        checkpoint="attention" if model.supports_gradient_checkpointing else "none",
+    )
     model.ring_prefill_tokens = READ_AT_ONCE
     return written(model)
 
@@ -140,15 +170,24 @@ def judge_generation(pool: Pool, kind: str) -> dict[str, Any]:
     try:
         model = tiny_model(kind)
         # Of equal scores of an index, which are many, transformers in float32 takes others.
-        plain = written(widened(model) if has_index(text_config(model.config)) else model)
-    except Exception as error:  # whatever it raises: it does not generate in transformers either
+        plain = written(
+            widened(model) if has_index(text_config(model.config)) else model
+        )
+    except (
+        Exception
+    ) as error:  # whatever it raises: it does not generate in transformers either
         return {"refused": f"not on one process either: {said(error)}"}
     outcomes = pool.outcomes(written_on_the_ring, RANKS, kind)
     if failure := _failure(pool, outcomes):
         return failure
     if not all(torch.equal(outcome["tokens"], plain["tokens"]) for outcome in outcomes):
         return {"failed": "other tokens than those of one process"}
-    return {"error": max(relative(outcome["logits"], plain["logits"]) for outcome in outcomes), "alone": 0.0}
+    return {
+        "error": max(
+            relative(outcome["logits"], plain["logits"]) for outcome in outcomes
+        ),
+        "alone": 0.0,
+    }
 
 
 def said(error: Exception) -> str:
@@ -162,26 +201,34 @@ def _failure(pool: Pool, outcomes: list[Any]) -> dict[str, Any] | None:
         return None
     if not all(isinstance(failure, rs.RingspanError) for failure in failures):
         pool.restart()
-    refused = len(failures) == len(outcomes) and isinstance(failures[0], rs.RingspanError)
+    refused = len(failures) == len(outcomes) and isinstance(
+        failures[0], rs.RingspanError
+    )
     return {"refused" if refused else "failed": str(failures[0])}
 
 
 def has_states(config: Any) -> bool:
     """Whether a model has layers that carry a state over tokens, or convolve them."""
-    return bool(STATEFUL_LAYERS & set(getattr(text_config(config), "layer_types", None) or ()))
+    return bool(
+        STATEFUL_LAYERS & set(getattr(text_config(config), "layer_types", None) or ())
+    )
 
 
 def judge(pool: Pool, kind: str) -> dict[str, Any]:
     """What each trial of a model type gave: its worst error, or why there is none."""
     row: dict[str, Any] = {"kind": kind}
-    alone: dict[bool, list[dict[str, Any]]] = {}  # in float64 and in float32, by whether documents are apart
+    alone: dict[
+        bool, list[dict[str, Any]]
+    ] = {}  # in float64 and in float32, by whether documents are apart
     for trial, (ranks, layout, is_packed, tp) in TRIALS.items():
         try:
             if layout == "striped" and has_states(tiny_config(kind)):
                 layout = "contiguous"
             if is_packed not in alone:
                 dtypes = torch.float64, torch.float32
-                alone[is_packed] = [one_process(kind, dtype, is_packed=is_packed) for dtype in dtypes]
+                alone[is_packed] = [
+                    one_process(kind, dtype, is_packed=is_packed) for dtype in dtypes
+                ]
             truth, plain = alone[is_packed]
         except Exception as error:  # whatever it raises: no tiny one can be had of it by what is known here
             if refusal := refusal_without_trial(kind):
@@ -202,14 +249,23 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
 
 def judge_images(pool: Pool, kind: str) -> dict[str, Any]:
     """The error of a step with two images, or sounds, on a ring."""
-    examples, dtype = [[3, "i", 2, "i", 5]], torch.float64 if kind in IN_FLOAT64 else torch.float32
+    examples, dtype = (
+        [[3, "i", 2, "i", 5]],
+        torch.float64 if kind in IN_FLOAT64 else torch.float32,
+    )
     batch = batch_of(kind, examples, dtype=dtype)
     dtypes = torch.float32 if kind in IN_FLOAT32 else torch.float64, torch.float32
     truth, plain = (
-        image_step_of_one(kind, {k: x.to(each) if x.is_floating_point() else x for k, x in batch.items()}, each)
+        image_step_of_one(
+            kind,
+            {k: x.to(each) if x.is_floating_point() else x for k, x in batch.items()},
+            each,
+        )
         for each in dtypes
     )
-    outcomes = pool.outcomes(image_step, RANKS, kind, [examples], "zigzag", {"dtype": dtype})
+    outcomes = pool.outcomes(
+        image_step, RANKS, kind, [examples], "zigzag", {"dtype": dtype}
+    )
     return _failure(pool, outcomes) or {
         "error": max(error_of(each, truth) for each in outcomes),
         "alone": error_of(plain, truth),
@@ -219,14 +275,25 @@ def judge_images(pool: Pool, kind: str) -> dict[str, Any]:
 def read_by_planner(kind: str) -> dict[str, Any]:
     """Whether the planner counts the parameters of a type's model, of which it is given the config; or why not."""
     config, model_type = tiny_config(kind), kind.removesuffix(MULTIMODAL)
-    with torch.device("meta"):  # of those that see the planner counts the towers too, unless the text alone is loaded
-        autos = {auto_class(each) for each in KINDS if each in (model_type, model_type + MULTIMODAL)}
+    # of those that see the planner counts the towers too, unless the text alone is loaded
+    with torch.device("meta"):
+        autos = {
+            auto_class(each)
+            for each in KINDS
+            if each in (model_type, model_type + MULTIMODAL)
+        }
         counts = [auto.from_config(config).num_parameters() for auto in autos]
     try:
-        shape = from_config(json.loads(config.to_json_string(use_diff=False)), model_type)
+        shape = from_config(
+            json.loads(config.to_json_string(use_diff=False)), model_type
+        )
     except rs.RingspanError as error:
         return {"refused": str(error)}
-    return {"read": True} if shape.parameters in counts else {"failed": f"{shape.parameters} parameters of {counts}"}
+    return (
+        {"read": True}
+        if shape.parameters in counts
+        else {"failed": f"{shape.parameters} parameters of {counts}"}
+    )
 
 
 def refusal_without_trial(kind: str) -> str:
@@ -251,11 +318,18 @@ def error_of(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
     errors = [relative(outcome["loss"], truth["loss"]) * BOUND / LOSS_BOUND]
     errors.append(relative(outcome["logits"], truth["logits"]))
     # A gradient that is nothing but rounding, such as that of a bias on keys, is measured against the largest one.
-    floor = 1e-3 * max(float(g.norm()) for g in truth["gradients"].values() if g is not None)
+    floor = 1e-3 * max(
+        float(g.norm()) for g in truth["gradients"].values() if g is not None
+    )
     none = torch.zeros(())
     for name, gradient in truth["gradients"].items():
-        found, expected = (none if g is None else g.double() for g in (outcome["gradients"][name], gradient))
-        errors.append(float((found - expected).norm()) / max(float(expected.norm()), floor))
+        found, expected = (
+            none if g is None else g.double()
+            for g in (outcome["gradients"][name], gradient)
+        )
+        errors.append(
+            float((found - expected).norm()) / max(float(expected.norm()), floor)
+        )
     return max(errors)
 
 
@@ -264,7 +338,10 @@ def page(facts: dict[str, Any]) -> str:
     ran = [row for row in rows if "error" in row.get("sequence", {})]
     refused = [row for row in rows if "refused" in row.get("sequence", {})]
     untried = [row for row in rows if "untried" in row]
-    texts, seeing = ([row for row in ran if row["kind"].endswith(MULTIMODAL) == sees] for sees in (False, True))
+    texts, seeing = (
+        [row for row in ran if row["kind"].endswith(MULTIMODAL) == sees]
+        for sees in (False, True)
+    )
     all_seeing = [row for row in rows if row["kind"].endswith(MULTIMODAL)]
     lines = [
         "# Models",
@@ -324,18 +401,26 @@ def page(facts: dict[str, Any]) -> str:
         "| why | what it would take | causal language models | models that see or hear |",
         "| --- | --- | --- | --- |",
     ]
-    reasons = sorted((refusal_of(row["sequence"]["refused"]), row["kind"]) for row in refused)
+    reasons = sorted(
+        (refusal_of(row["sequence"]["refused"]), row["kind"]) for row in refused
+    )
     for (why, needed), group in groupby(reasons, key=lambda pair: pair[0]):
         kinds = [kind for _, kind in group]
         names = (
-            ", ".join(_name(kind) for kind in kinds if kind.endswith(MULTIMODAL) == sees) for sees in (False, True)
+            ", ".join(
+                _name(kind) for kind in kinds if kind.endswith(MULTIMODAL) == sees
+            )
+            for sees in (False, True)
         )
         lines.append(f"| {why} | {needed} | {' | '.join(names)} |")
     lines += ["", "## What was not tried", "", "No tiny config was made of these:", ""]
     lines += [
         "| model type | class | why |",
         "| --- | --- | --- |",
-        *(f"| {_name(row['kind'])} | {auto_class(row['kind']).__name__} | {row['untried']} |" for row in untried),
+        *(
+            f"| {_name(row['kind'])} | {auto_class(row['kind']).__name__} | {row['untried']} |"
+            for row in untried
+        ),
         "",
     ]
     return "\n".join(lines)
@@ -343,10 +428,17 @@ def page(facts: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]], trials: tuple[str, ...]) -> list[str]:
     """Of each model type what one process is off, and each trial."""
-    titles = ("model type", "one process", *({"tp": "heads split"}.get(trial, trial) for trial in trials))
+    titles = (
+        "model type",
+        "one process",
+        *({"tp": "heads split"}.get(trial, trial) for trial in trials),
+    )
     lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for row in rows:
-        cells = f"{row['sequence']['alone']:.0e}", *(_cell(row[trial]) if trial in row else "" for trial in trials)
+        cells = (
+            f"{row['sequence']['alone']:.0e}",
+            *(_cell(row[trial]) if trial in row else "" for trial in trials),
+        )
         lines.append(f"| {_name(row['kind'])} | {' | '.join(cells)} |")
     return lines
 
@@ -358,21 +450,35 @@ def _name(kind: str) -> str:
 def _cell(outcome: dict[str, Any]) -> str:
     if "read" in outcome:
         return "yes"
-    return f"{outcome['error']:.0e}" if "error" in outcome else "refused" if "refused" in outcome else "fails"
+    return (
+        f"{outcome['error']:.0e}"
+        if "error" in outcome
+        else "refused"
+        if "refused" in outcome
+        else "fails"
+    )
 
 
 def main(kinds: list[str]) -> int:
     """Try the kinds, or all; 1 when one that runs is not exact or fails without a word."""
     serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    before = {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]} if kinds else {}
+    before = (
+        {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+        if kinds
+        else {}
+    )
     pool, bad = Pool(), []
     for row in before.values() if kinds == [PLAN] else ():
         if "error" in row.get("sequence", {}):
             row[PLAN] = read_by_planner(row["kind"])
-    for kind in (kind for kind in KINDS if not kinds or {kind, *kind.split(":")} & {*kinds}):
+    for kind in (
+        kind for kind in KINDS if not kinds or {kind, *kind.split(":")} & {*kinds}
+    ):
         row = before[kind] = judge(pool, kind)
-        outcomes = [row[trial] for trial in (*TRIALS, GENERATION, IMAGES, PLAN) if trial in row]
+        outcomes = [
+            row[trial] for trial in (*TRIALS, GENERATION, IMAGES, PLAN) if trial in row
+        ]
         if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
             bad.append(kind)
         print(json.dumps(row), flush=True)

@@ -11,7 +11,16 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from tests.cases import few
 from tests.every_model import run
 from tests.every_model.refusals import refusal_of
-from tests.every_model.run import GENERATION, IMAGES, PAGE, PLAN, RESULTS, TRIALS, WITH_IMAGES, is_exact
+from tests.every_model.run import (
+    GENERATION,
+    IMAGES,
+    PAGE,
+    PLAN,
+    RESULTS,
+    TRIALS,
+    WITH_IMAGES,
+    is_exact,
+)
 from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config
 from tests.every_model.weights import RESULTS as WEIGHTS
 
@@ -34,19 +43,32 @@ def test_the_readme_has_the_numbers_of_the_page():
 
 
 def test_every_model_that_runs_is_exact_and_none_fails():
-    outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION, IMAGES) if trial in row]
+    outcomes = [
+        row[trial]
+        for row in FACTS["rows"]
+        for trial in (*TRIALS, GENERATION, IMAGES)
+        if trial in row
+    ]
     assert sum("error" in outcome for outcome in outcomes) > 700
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
 
 
-@pytest.mark.parametrize("row", few([row for row in FACTS["rows"] if PLAN in row], 3), ids=lambda row: row["kind"])
+@pytest.mark.parametrize(
+    "row",
+    few([row for row in FACTS["rows"] if PLAN in row], 3),
+    ids=lambda row: row["kind"],
+)
 def test_the_planner_reads_a_type_or_says_why_not(row):
     assert run.read_by_planner(row["kind"]) == row[PLAN] and "failed" not in row[PLAN]
 
 
 def test_every_type_is_listed_and_those_with_images_were_tried():
     assert [row["kind"] for row in FACTS["rows"]] == sorted(KINDS)
-    seen = {row["kind"].removesuffix(MULTIMODAL) for row in FACTS["rows"] if "error" in row.get(IMAGES, {})}
+    seen = {
+        row["kind"].removesuffix(MULTIMODAL)
+        for row in FACTS["rows"]
+        if "error" in row.get(IMAGES, {})
+    }
     assert seen == {kind.partition("-")[0] for kind in WITH_IMAGES}
 
 
@@ -57,25 +79,38 @@ def test_each_refusal_is_in_words_for_who_reads_the_page():
 
 
 def test_a_tiny_config_has_two_layers_of_each_kind():
+    # whose towers know others
     for row in FACTS["rows"]:
-        if "error" not in row.get("sequence", {}) or row["kind"].endswith(MULTIMODAL):  # whose towers know others
+        if "error" not in row.get("sequence", {}) or row["kind"].endswith(MULTIMODAL):
             continue
         whole = tiny_config(row["kind"])
         config = whole.get_text_config(decoder=True)
+        # which a hybrid layer has both of
         counts = Counter(
-            (*(getattr(config, "layer_types", None) or ()), *(getattr(config, "mlp_layer_types", None) or ()))
+            (
+                *(getattr(config, "layer_types", None) or ()),
+                *(getattr(config, "mlp_layer_types", None) or ()),
+            )
         )
-        for kind in ("full_attention", "linear_attention"):  # which a hybrid layer has both of
+        for kind in (
+            "full_attention",
+            "linear_attention",
+        ):
             counts[kind] += counts["hybrid"]
-        counts["full_attention"] += counts["indexed_attention"]  # which the config of dots3 makes of it
+        # which the config of dots3 makes of it
+        counts["full_attention"] += counts["indexed_attention"]
         model = auto_class(row["kind"])._model_mapping[type(whole)]
         source = inspect.getsource(sys.modules[model.__module__])
         for kind in ALLOWED_LAYER_TYPES:
-            assert f'"{kind}"' not in source or counts[kind] >= 2, f"{row['kind']} has {counts[kind]} of {kind}"
+            assert f'"{kind}"' not in source or counts[kind] >= 2, (
+                f"{row['kind']} has {counts[kind]} of {kind}"
+            )
         assert config.num_hidden_layers >= 2
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4_text", "deepseek_v3", "glm46v:multimodal"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3", "gemma4_text", "deepseek_v3", "glm46v:multimodal"]
+)
 def test_a_tiny_config_has_the_sizes_of_its_kind(kind):
     text = tiny_config(kind).get_text_config()
     assert text.vocab_size == 97 and text.hidden_size == 64
@@ -88,5 +123,10 @@ def test_the_weights_of_every_type_go_there_and_back():
     others = {kind: outcome for kind, outcome in FOUND.items() if "same" not in outcome}
     # Transformers cannot open what it writes of these: their config is no longer that of a causal language model.
     assert others.keys() == {"emu3", "mllama"}, others
-    assert all(outcome["refused"].startswith("not by transformers either") for outcome in others.values())
-    assert len(FOUND) > 90 and all(len(outcome.get("same", "..")) >= 2 for outcome in FOUND.values())
+    assert all(
+        outcome["refused"].startswith("not by transformers either")
+        for outcome in others.values()
+    )
+    assert len(FOUND) > 90 and all(
+        len(outcome.get("same", "..")) >= 2 for outcome in FOUND.values()
+    )

@@ -15,37 +15,100 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SEEING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SEEING,
+)
 
-from tests.every_model.hybrids import DROPOUTS, HYBRIDS, INDEXED, SEEING_INDEXED, hybrid_config
+from tests.every_model.hybrids import (
+    DROPOUTS,
+    HYBRIDS,
+    INDEXED,
+    SEEING_INDEXED,
+    hybrid_config,
+)
 
 _MOST_PARAMETERS: Final = 30_000_000
 # All model types; those that see or hear have a suffix.
 MULTIMODAL: Final = ":multimodal"
-_SOUND: Final = ("audioflamingo3", "musicflamingo")  # which transformers counts among sequence-to-sequence models
+# which transformers counts among sequence-to-sequence models
+_SOUND: Final = (
+    "audioflamingo3",
+    "musicflamingo",
+)
 KINDS: Final = (*CAUSAL, *(kind + MULTIMODAL for kind in (*SEEING, *_SOUND)))
 _VOCABULARY: Final = 97
 _WIDTH: Final = 64
-_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_LAYERS: Final = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+)
 _SMALL = dict.fromkeys(_LAYERS, 2)
 _SMALL |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64)
-_SMALL |= dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "ffn_hidden_size"), 96)
-_SMALL |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4)
+_SMALL |= dict.fromkeys(
+    (
+        "intermediate_size",
+        "intermediate_size_mlp",
+        "ffn_dim",
+        "n_inner",
+        "ffn_hidden_size",
+    ),
+    96,
+)
+_SMALL |= dict.fromkeys(
+    ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4
+)
 _SMALL |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2)
-_SMALL |= dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512)
-_SMALL |= dict.fromkeys(("moe_intermediate_size", "expert_dim", "shared_expert_intermediate_size"), 32)
-_SMALL |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4)
-_SMALL |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2)
+_SMALL |= dict.fromkeys(
+    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512
+)
+_SMALL |= dict.fromkeys(
+    ("moe_intermediate_size", "expert_dim", "shared_expert_intermediate_size"), 32
+)
+_SMALL |= dict.fromkeys(
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4
+)
+_SMALL |= dict.fromkeys(
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2
+)
 _SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1)
-_SMALL |= {"vocab_size": _VOCABULARY, "vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 16}
-_SMALL |= {"head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-_SMALL |= {"kv_lora_rank": 24, "q_lora_rank": 32, "sliding_window": 8, "attention_chunk_size": 9, "rotary_dim": 8}
-_SMALL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "is_decoder": True, "word_embed_proj_dim": 64}
+_SMALL |= {
+    "vocab_size": _VOCABULARY,
+    "vocab_size_per_layer_input": _VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+}
+_SMALL |= {
+    "head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_SMALL |= {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "sliding_window": 8,
+    "attention_chunk_size": 9,
+    "rotary_dim": 8,
+}
+_SMALL |= {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "is_decoder": True,
+    "word_embed_proj_dim": 64,
+}
 
 # Kinds of layers that a model can have beside those of its usual config.
 _FURTHER_LAYERS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("dots1", "laguna", "mellum", "qwen2", "qwen2_moe", "qwen3", "smollm3"), ("sliding_attention",)),
+    **dict.fromkeys(
+        ("dots1", "laguna", "mellum", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
+        ("sliding_attention",),
+    ),
     "lfm2": ("conv",),
     "lfm2_moe": ("full_attention", "conv"),
     "minimax_m3_vl_text": ("minimax_m3_sparse",),
@@ -57,16 +120,37 @@ _FURTHER_FEEDFORWARDS: Final[dict[str, tuple[str, ...]]] = {
 }
 # Fields that number the first layers, those with dense feed-forwards; or list them.
 _NUM_DENSE: Final = ("first_k_dense_replace", "num_dense_layers")
-_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 _VISION |= {"image_size": 32, "patch_size": 16}
-_WINDOWED: Final = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
-_SLIDING: Final = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}
+_WINDOWED: Final = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+_SLIDING: Final = {
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "sliding_window": 8,
+}
 _WITHOUT: Final = object()
 _VOCABULARY_MAP: Final = {"vocabulary_map": {"<image>": 95}}
 _WINDOW: Final = {"sliding_window": 8}
 _SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
-_LATENT: Final = {"head_dim": _WITHOUT, "num_key_value_heads": 4}  # head sizes are those of latent attention
-_GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+# head sizes are those of latent attention
+_LATENT: Final = {
+    "head_dim": _WITHOUT,
+    "num_key_value_heads": 4,
+}
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 _LLAMA4: Final = {
     "num_hidden_layers": 4, "floor_scale": 8, "no_rope_layers": [1, 1, 0, 0], "interleave_moe_layer_step": 2,
 }  # fmt: skip
@@ -149,7 +233,14 @@ def tiny_config(kind: str) -> PretrainedConfig:
 
 def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
     """A small config like the usual one: the language model in the sizes above, and all around it in a sixteenth."""
-    text = next((part for part in _nested(usual) if part is not usual and part is _text_of(usual)), usual)
+    text = next(
+        (
+            part
+            for part in _nested(usual)
+            if part is not usual and part is _text_of(usual)
+        ),
+        usual,
+    )
     values = _text_values(usual) if text is usual else {}
     if isinstance(values, PretrainedConfig):
         return values
@@ -158,7 +249,10 @@ def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
         if isinstance(part := getattr(usual, name, None), PretrainedConfig):
             holds = text is not usual and any(each is text for each in _nested(part))
             inner[name] = _shrunk(part) if holds else None
-    width = next((_width(part) for part in inner.values() if part is not None), values.get("hidden_size", _WIDTH))
+    width = next(
+        (_width(part) for part in inner.values() if part is not None),
+        values.get("hidden_size", _WIDTH),
+    )
     sizes = {_width(text): width, getattr(text, "vocab_size", 0): _VOCABULARY}
     for name, part in inner.items():
         inner[name] = (part or _sixteenth(getattr(usual, name), sizes)).to_dict()
@@ -167,7 +261,9 @@ def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
         same = {"hidden_size": width, "vocab_size": _VOCABULARY}
         values |= {name: size for name, size in same.items() if name in values}
     values |= inner | _CHANGES.get(usual.model_type, {})
-    return type(usual)(**{name: value for name, value in values.items() if value is not _WITHOUT})
+    return type(usual)(
+        **{name: value for name, value in values.items() if value is not _WITHOUT}
+    )
 
 
 def _nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -223,7 +319,9 @@ def _small(name: str, value: int) -> int:
         return min(value, 2)
     if name == "base_channels":
         return 32  # in as many groups
-    is_width = re.search(r"(size|dim|width|d_model|out_channels?)$", name) and not re.search("image|vocab", name)
+    is_width = re.search(
+        r"(size|dim|width|d_model|out_channels?)$", name
+    ) and not re.search("image|vocab", name)
     return value // 16 if is_width and 128 <= value < 2**16 else value
 
 
@@ -235,22 +333,39 @@ def _text_values(usual: PretrainedConfig) -> Any:
     if kind in HYBRIDS | INDEXED | SEEING_INDEXED:
         return hybrid_config(kind)
     values: dict[str, Any] = {
-        name: size for name, size in _SMALL.items() if _has(usual, name) and _can_set(usual, name)
+        name: size
+        for name, size in _SMALL.items()
+        if _has(usual, name) and _can_set(usual, name)
     }
     values |= {name: 0.0 for name in DROPOUTS if _has(usual, name)}
     values |= {name: 2 for name in vars(usual) if name.endswith("_pad_token_id")}
-    types = list(dict.fromkeys((*(_value(usual, "layer_types") or ()), *_FURTHER_LAYERS.get(kind, ()))))
+    types = list(
+        dict.fromkeys(
+            (*(_value(usual, "layer_types") or ()), *_FURTHER_LAYERS.get(kind, ()))
+        )
+    )
     if not _value(usual, "sliding_window") and "sliding_attention" not in types:
         values.pop("sliding_window", None)
-    mlps = list(dict.fromkeys((*_FURTHER_FEEDFORWARDS.get(kind, ()), *(_value(usual, "mlp_layer_types") or ()))))
+    mlps = list(
+        dict.fromkeys(
+            (
+                *_FURTHER_FEEDFORWARDS.get(kind, ()),
+                *(_value(usual, "mlp_layer_types") or ()),
+            )
+        )
+    )
     leading = [name for name in (*_NUM_DENSE, "mlp_only_layers") if _has(usual, name)]
     layers = max(2 * len(types), 4 if leading or len(mlps) > 1 else 2)
     values |= {name: layers for name in _LAYERS if name in values}
-    values |= dict.fromkeys((name for name in _NUM_DENSE if name in leading), layers // 2)
+    values |= dict.fromkeys(
+        (name for name in _NUM_DENSE if name in leading), layers // 2
+    )
     if types and _can_set(usual, "layer_types"):
         values["layer_types"] = (types * layers)[:layers]
     if mlps:
-        values["mlp_layer_types"] = [mlps[i * len(mlps) // layers] for i in range(layers)]
+        values["mlp_layer_types"] = [
+            mlps[i * len(mlps) // layers] for i in range(layers)
+        ]
     if "mrope_section" in _source(usual):
         values["rope_parameters"] = _three_axes(usual, values)
     return values
@@ -259,14 +374,28 @@ def _text_values(usual: PretrainedConfig) -> Any:
 def _source(config: PretrainedConfig) -> str:
     """The code of the models that are made of a config."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
-    return inspect.getsource(importlib.import_module(name)) if importlib.util.find_spec(name) else ""
+    return (
+        inspect.getsource(importlib.import_module(name))
+        if importlib.util.find_spec(name)
+        else ""
+    )
 
 
 def _three_axes(usual: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     """What rotary embeddings of a time, a row and a column are told: each has its share of a head's halves."""
     rope = _value(usual, "rope_parameters") or {}
     size = values.get("head_dim") or _WIDTH // values["num_attention_heads"]
-    half = int(size * (rope.get("partial_rotary_factor") or _value(usual, "partial_rotary_factor") or 1)) // 2
+    half = (
+        int(
+            size
+            * (
+                rope.get("partial_rotary_factor")
+                or _value(usual, "partial_rotary_factor")
+                or 1
+            )
+        )
+        // 2
+    )
     share = max(1, 3 * half // 8)
     return rope | {"mrope_section": [share, share, half - 2 * share]}
 
@@ -275,7 +404,11 @@ def auto_class(kind: str) -> Any:
     """Which class of transformers makes the models of a type."""
     if not kind.endswith(MULTIMODAL):
         return AutoModelForCausalLM
-    return AutoModelForSeq2SeqLM if kind.removesuffix(MULTIMODAL) in _SOUND else AutoModelForMultimodalLM
+    return (
+        AutoModelForSeq2SeqLM
+        if kind.removesuffix(MULTIMODAL) in _SOUND
+        else AutoModelForMultimodalLM
+    )
 
 
 def tiny_model(kind: str) -> Any:
@@ -296,14 +429,20 @@ def tiny_model(kind: str) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.05
             # A norm's weight stays near what it is; all else is made up, since some models leave weights as they come.
-            is_norm = parameter.ndim == 1 and bool(parameter.isfinite().all()) and bool((parameter == 1).all())
+            is_norm = (
+                parameter.ndim == 1
+                and bool(parameter.isfinite().all())
+                and bool((parameter == 1).all())
+            )
             parameter.copy_(noise + 1 if is_norm else noise)
     return model.train()
 
 
 def tiny_tokens(length: int) -> Tensor:
     """(1, length), the same each time, without special tokens."""
-    return torch.randint(3, _VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        3, _VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _has(config: PretrainedConfig, name: str) -> bool:

@@ -44,8 +44,14 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def whole_model(model: Any) -> dict[str, Tensor]:
     """Every parameter and buffer under every name that it has."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in named}
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        for name, x in named
+    }
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -54,7 +60,8 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
     return names + [
         name
         for name in sorted(found.keys() & expected.keys())
-        if found[name].dtype != expected[name].dtype or not torch.equal(_bits(found[name]), _bits(expected[name]))
+        if found[name].dtype != expected[name].dtype
+        or not torch.equal(_bits(found[name]), _bits(expected[name]))
     ]
 
 
@@ -62,16 +69,24 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x
 
 
-def there_and_back(mesh: DeviceMesh, source: str, target: str, **options: Any) -> dict[str, list[str]]:
+def there_and_back(
+    mesh: DeviceMesh, source: str, target: str, **options: Any
+) -> dict[str, list[str]]:
     """Onto the ring and back into a folder: what is not as transformers has it, by what was done."""
     alone: Any = AutoModelForCausalLM.from_pretrained(source)
     if not alone.supports_gradient_checkpointing:
         options["checkpoint"] = "none"
     model: Any = rs.from_pretrained(source, mesh, **options)
     wrong = {"loaded": differences(whole_model(model), whole_model(alone))}
-    tied = [[a is b for a in each.parameters() for b in each.parameters()] for each in (model, alone)]
+    tied = [
+        [a is b for a in each.parameters() for b in each.parameters()]
+        for each in (model, alone)
+    ]
     wrong["tied"] = [] if tied[0] == tied[1] else ["other weights are tied"]
-    configs = [each.generation_config.to_dict() if each.can_generate() else {} for each in (model, alone)]
+    configs = [
+        each.generation_config.to_dict() if each.can_generate() else {}
+        for each in (model, alone)
+    ]
     wrong["configured"] = [] if configs[0] == configs[1] else ["generation_config"]
     model.save_pretrained(target, max_shard_size=SMALL_FILES)
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,10 +107,18 @@ def judge(pool: Pool, kind: str, *, with_tp: bool) -> dict[str, Any]:
             written(kind, given)
             try:
                 AutoModelForCausalLM.from_pretrained(given)
-            except Exception as error:  # whatever it raises: transformers cannot read what it wrote
-                return {"refused": f"not by transformers either: {str(error).partition(chr(10))[0][:120]}"}
-            outcomes = pool.outcomes(there_and_back, ranks, str(given), str(saved), tp=tp)
-        if failures := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+            except (
+                Exception
+            ) as error:  # whatever it raises: transformers cannot read what it wrote
+                return {
+                    "refused": f"not by transformers either: {str(error).partition(chr(10))[0][:120]}"
+                }
+            outcomes = pool.outcomes(
+                there_and_back, ranks, str(given), str(saved), tp=tp
+            )
+        if failures := [
+            outcome for outcome in outcomes if isinstance(outcome, BaseException)
+        ]:
             return {"failed": str(failures[0])}
         if any(outcomes):
             return {"failed": f"{ranks} ranks, tp {tp}: {next(filter(None, outcomes))}"}
@@ -112,7 +135,11 @@ def main(kinds: list[str]) -> int:
     serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = {row["kind"]: row for row in json.loads(MODELS.read_text())["rows"] if is_text(row)}
+    rows = {
+        row["kind"]: row
+        for row in json.loads(MODELS.read_text())["rows"]
+        if is_text(row)
+    }
     pool = Pool()
     for kind in kinds or [kind for kind in rows if "same" not in known.get(kind, {})]:
         known[kind] = judge(pool, kind, with_tp="error" in rows[kind].get("tp", {}))

@@ -35,7 +35,9 @@ def test_what_fits_the_stated_memory_is_tried(tmp_path, monkeypatch):
     fits, does_not = found["worlds"]["grid"]["rows"]
     assert (fits["trained"], fits["tokens"], fits["said"]) == (True, 64, "")
     assert not does_not["trained"]
-    assert does_not["said"].startswith("training on 4,800 tokens takes more than 24 MB of each of 2 processes")
+    assert does_not["said"].startswith(
+        "training on 4,800 tokens takes more than 24 MB of each of 2 processes"
+    )
 
 
 def extended(options: list[str]) -> None:
@@ -52,14 +54,28 @@ def test_the_recipe_is_trained_asked_and_drawn(tmp_path, monkeypatch):
     launch(extended, 2, options, threads=1)
 
     names = ("extended", "unextended", "untrained")
-    asked = [EvalSettings(folder=str(tmp_path / name), task="lines", lengths=(250,), items=2) for name in names]
-    for name, found in zip(names, launch(evaluate_ranks, 2, asked, str(tmp_path), threads=1)[0], strict=True):
-        (tmp_path / f"lines-{name}.json").write_text(json.dumps({**found, "model": name}))
+    asked = [
+        EvalSettings(folder=str(tmp_path / name), task="lines", lengths=(250,), items=2)
+        for name in names
+    ]
+    for name, found in zip(
+        names,
+        launch(evaluate_ranks, 2, asked, str(tmp_path), threads=1)[0],
+        strict=True,
+    ):
+        (tmp_path / f"lines-{name}.json").write_text(
+            json.dumps({**found, "model": name})
+        )
     monkeypatch.setattr(retrieval, "RESULT", tmp_path / "retrieval.json")
     monkeypatch.setattr(retrieval, "PICTURE", tmp_path / "retrieval.svg")
     retrieval.main(tmp_path)
     made = json.loads(Path(tmp_path / "retrieval.json").read_text())
-    assert [(row["model"], row["length"]) for row in made["rows"]] == [(name, 250) for name in (*names, "chance")]
+    assert [(row["model"], row["length"]) for row in made["rows"]] == [
+        (name, 250) for name in (*names, "chance")
+    ]
     assert made["rows"][-1]["accuracy"] == 1 / 23
-    assert made["training"]["extended"][-1]["step"] == 3 and made["training"]["short"][-1]["step"] == 2
+    assert (
+        made["training"]["extended"][-1]["step"] == 3
+        and made["training"]["short"][-1]["step"] == 2
+    )
     assert (tmp_path / "retrieval.svg").read_text().count('class="curve"') == 4

@@ -11,19 +11,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.examples.imported import imported
 
-SIZES = Namespace(world="grid", steps=6, tasks=9, collected=7, tokens=300, heads=4, memory_mb=None)
-NUMBERS = SimpleNamespace(STEPS=9, NUM_ACTIONS=2, NUM_OBSERVED=3, ACTIONS_ARE_INDICES=False, SCALE=2.0)
+SIZES = Namespace(
+    world="grid", steps=6, tasks=9, collected=7, tokens=300, heads=4, memory_mb=None
+)
+NUMBERS = SimpleNamespace(
+    STEPS=9, NUM_ACTIONS=2, NUM_OBSERVED=3, ACTIONS_ARE_INDICES=False, SCALE=2.0
+)
 """A world whose actions are numbers."""
 
 
 def test_trajectories_of_a_sequence_ascend_and_aim_at_the_best():
     agent, grid = imported("in_context_rl", "agent"), imported("in_context_rl", "grid")
     random = np.random.default_rng(0)
-    data = agent.drawn_from(grid.collect(grid.tasks(30, random), 9, random), 20, 5, random)
+    data = agent.drawn_from(
+        grid.collect(grid.tasks(30, random), 9, random), 20, 5, random
+    )
     returns = data["rewards"].sum(-1)
     assert (np.diff(returns) >= 0).all() and (returns[:, -1] > returns[:, 0]).any()
-    to_go = agent.sequences(grid, agent.Kind(5), data)["features"][..., -3].view(20, 5, grid.STEPS) * grid.SCALE
-    assert torch.equal(to_go[:, :, 0], torch.from_numpy(returns[:, -1:]).expand(-1, 5).float())
+    to_go = (
+        agent.sequences(grid, agent.Kind(5), data)["features"][..., -3].view(
+            20, 5, grid.STEPS
+        )
+        * grid.SCALE
+    )
+    assert torch.equal(
+        to_go[:, :, 0], torch.from_numpy(returns[:, -1:]).expand(-1, 5).float()
+    )
     spent = data["rewards"].cumsum(-1)[..., :-1]
     assert to_go[:, :, 1:].numpy() == pytest.approx(returns[:, -1:, None] - spent)
 
@@ -50,7 +63,9 @@ def test_an_agent_acts_on_the_tokens_that_it_was_trained_on(monkeypatch):
     data = {
         "observed": np.stack([before for before, _, _ in steps], 1).reshape(*shape, -1),
         "actions": np.stack([actions for _, actions, _ in steps], 1).reshape(shape),
-        "rewards": np.stack([rewards for _, _, (_, rewards) in steps], 1).reshape(shape),
+        "rewards": np.stack([rewards for _, _, (_, rewards) in steps], 1).reshape(
+            shape
+        ),
     }
     made = agent.sequences(grid, kind, data, aim=grid.WANTED)["features"]
     assert torch.equal(torch.cat(tokens, 1), made)
@@ -61,13 +76,22 @@ def test_an_agent_acts_on_the_tokens_that_it_was_trained_on(monkeypatch):
 
 
 def training(mesh: DeviceMesh, are_indices: bool) -> list[float]:
-    compare, agent, grid = (imported("in_context_rl", name) for name in ("compare", "agent", "grid"))
+    compare, agent, grid = (
+        imported("in_context_rl", name) for name in ("compare", "agent", "grid")
+    )
     if are_indices:
         data, random = compare.collected(0, SIZES)
         return compare.trained(grid, agent.Kind(5), 0, data, random, SIZES, mesh)[1]
-    random, shape = np.random.default_rng(0), (SIZES.tasks, SIZES.collected, NUMBERS.STEPS)
+    random, shape = (
+        np.random.default_rng(0),
+        (SIZES.tasks, SIZES.collected, NUMBERS.STEPS),
+    )
     seen = random.normal(size=(*shape, NUMBERS.NUM_OBSERVED))
-    data = {"observed": seen, "actions": np.tanh(seen[..., 1:]).astype("f"), "rewards": random.random(shape)}
+    data = {
+        "observed": seen,
+        "actions": np.tanh(seen[..., 1:]).astype("f"),
+        "rewards": random.random(shape),
+    }
     return compare.trained(NUMBERS, agent.Kind(5), 0, data, random, SIZES, mesh)[1]
 
 
@@ -130,20 +154,31 @@ def test_rewards_of_the_point_are_those_of_the_suite():
         body.physics.data.qpos[:] = random.uniform(-0.15, 0.15, 2)
         _, reward = bodies.step(random.uniform(-1, 1, (1, 2)))
         rewards.append(reward[0])
-        assert reward[0] == pytest.approx(body.task.get_reward(body.physics), rel=1e-5, abs=1e-6)
+        assert reward[0] == pytest.approx(
+            body.task.get_reward(body.physics), rel=1e-5, abs=1e-6
+        )
     assert max(rewards) > 0.5 and min(rewards) < 0.2
 
 
 @pytest.mark.parametrize("name", ["point", "cartpole"])
 def test_what_was_explored_is_relabelled_for_each_task(name, monkeypatch):
     pytest.importorskip("dm_control")
-    control, world = imported("in_context_rl", "control"), imported("in_context_rl", name)
+    control, world = (
+        imported("in_context_rl", "control"),
+        imported("in_context_rl", name),
+    )
     monkeypatch.setattr(control, "POLICIES", 8)
     monkeypatch.setattr(control, "EXPLORED", 12)
     random = np.random.default_rng(0)
     tasks = world.tasks(3, random)
     data = world.collect(tasks, 10, random)
     shape = (3, 10, world.STEPS)
-    assert data["rewards"].shape == shape and data["observed"].shape == (*shape, world.NUM_OBSERVED)
-    assert data["actions"].shape == (*shape, world.NUM_ACTIONS) and (np.abs(data["actions"]) <= 1).all()
+    assert data["rewards"].shape == shape and data["observed"].shape == (
+        *shape,
+        world.NUM_OBSERVED,
+    )
+    assert (
+        data["actions"].shape == (*shape, world.NUM_ACTIONS)
+        and (np.abs(data["actions"]) <= 1).all()
+    )
     assert data["rewards"].min() >= 0 and data["rewards"].max() <= 1

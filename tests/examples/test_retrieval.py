@@ -25,7 +25,11 @@ def test_a_record_is_what_the_evaluation_asks():
     fixed = [at for at, token in enumerate(asked) if token < record.DIGIT]
     assert [asked[at] for at in fixed] == [ids[at] for at in fixed]
     question = 1 + record.PER_LINE * lines
-    assert ids[question : question + 5] == [record.ASK, *ids[question + 5 : question + 8], record.ANSWER]
+    assert ids[question : question + 5] == [
+        record.ASK,
+        *ids[question + 5 : question + 8],
+        record.ANSWER,
+    ]
     answered = labels.view(-1)[-2 * record.PER_LINE :].view(2, -1)
     assert (answered[:, :4] == -100).all() and (answered[:, -1] == record.END).all()
     for line in example["input_ids"][-2 * record.PER_LINE :].view(2, -1).tolist():
@@ -35,7 +39,9 @@ def test_a_record_is_what_the_evaluation_asks():
 def extension(mesh: DeviceMesh, folder: str) -> list[float]:
     train = imported("retrieval", "train")
     arguments = Namespace(output=train.Path(folder), length=300, tokens=150, share=0.5)
-    opened = LlamaForCausalLM.from_pretrained(folder + "/short", config=train.scaled(arguments))
+    opened = LlamaForCausalLM.from_pretrained(
+        folder + "/short", config=train.scaled(arguments)
+    )
     model = rs.parallelize(opened, mesh, checkpoint="none")
     history, stage = train.History(mesh), train.Stage(lines=13, asked=13, steps=6)
     train.train_on(model, mesh, train.Optimizers(model), stage, arguments, history)
@@ -64,7 +70,9 @@ def test_muon_is_that_of_torch(shape):
 
 def test_rates_rise_and_fall_in_a_stage_and_end_at_positions():
     train = imported("retrieval", "train")
-    assert [train.Stage(80, 80, 20).share(step) for step in (1, 5, 10, 20)] == pytest.approx([0.2, 1.0, 1.0, 0.1])
+    assert [
+        train.Stage(80, 80, 20).share(step) for step in (1, 5, 10, 20)
+    ] == pytest.approx([0.2, 1.0, 1.0, 0.1])
     lengths = [stage.length for stage in train.STAGES]
     assert lengths == sorted(lengths) and 0.99 < lengths[-1] / 16_384 <= 1
 

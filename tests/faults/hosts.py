@@ -18,14 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 def why_not() -> str | None:
     """What this machine lacks to make hosts of namespaces; None when it can."""
-    trial = f"unshare --net --pid --fork ip link add name {LINK} type veth peer name other"
+    trial = (
+        f"unshare --net --pid --fork ip link add name {LINK} type veth peer name other"
+    )
     return namespaces.why_not("nsenter", trial=trial)
 
 
 class Hosts:
     """Both hosts run the same command under torchrun, a rank each; entered, they are joined and have started it."""
 
-    def __init__(self, logs: tuple[Path, Path], command: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, logs: tuple[Path, Path], command: list[str], environment: dict[str, str]
+    ) -> None:
         self._logs, self._command, self._environment = logs, command, environment
         self._stack = ExitStack()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -33,25 +37,54 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         with ExitStack() as stack:
             for rank, log in enumerate(self._logs):
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-                torchrun += ["--node-rank", str(rank), "--master-addr", "10.0.0.1", "--master-port", "29517"]
+                torchrun = [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "1",
+                ]
+                torchrun += [
+                    "--node-rank",
+                    str(rank),
+                    "--master-addr",
+                    "10.0.0.1",
+                    "--master-port",
+                    "29517",
+                ]
                 script = (
                     f"read go && ip link set lo up && ip address add 10.0.0.{rank + 1}/24 dev {LINK} && "
                     f'ip link set {LINK} up && exec "$@"'
                 )
-                unshare = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+                unshare = [
+                    "unshare",
+                    "--net",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                ]
                 process = subprocess.Popen(
                     [*unshare, "sh", "-c", script, "sh", *torchrun, *self._command],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=stack.enter_context(log.open("ab")),
-                    env={**os.environ, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", **self._environment},
+                    env={
+                        **os.environ,
+                        "GLOO_SOCKET_IFNAME": LINK,
+                        "OMP_NUM_THREADS": "1",
+                        **self._environment,
+                    },
                     cwd=ROOT,
                 )
                 self._stack.callback(process.wait)
                 self._stack.callback(process.kill)
                 self.processes.append(process)
-            one, other = ((LINK, self._namespace(process)) for process in self.processes)
+            one, other = (
+                (LINK, self._namespace(process)) for process in self.processes
+            )
             namespaces.link(one, other)
             for process in self.processes:
                 assert process.stdin is not None
@@ -64,12 +97,24 @@ class Hosts:
 
     def cut(self) -> None:
         """The link goes down; neither side is told."""
-        namespaces.run("nsenter", "--net", "--target", str(self.processes[1].pid), "ip", "link", "set", LINK, "down")
+        namespaces.run(
+            "nsenter",
+            "--net",
+            "--target",
+            str(self.processes[1].pid),
+            "ip",
+            "link",
+            "set",
+            LINK,
+            "down",
+        )
 
     @staticmethod
     def _namespace(process: "subprocess.Popen[bytes]") -> int:
         """The process, once it is in a network of its own."""
-        while os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        while os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink(
+            "/proc/self/ns/net"
+        ):
             if process.poll() is not None:
                 raise RuntimeError("a host did not start")
         return process.pid

@@ -43,7 +43,13 @@ def main(path: str, nproc: str, max_restarts: str) -> None:
     restarts = int(max_restarts)
     try:
         result = launch(
-            rank_of, int(nproc), load_config(path), str(pids), max_restarts=restarts, forward_signals=True, threads=1
+            rank_of,
+            int(nproc),
+            load_config(path),
+            str(pids),
+            max_restarts=restarts,
+            forward_signals=True,
+            threads=1,
         )[0]
     except RingspanError as error:
         print(f"ringspan: {error}", file=sys.stderr)
@@ -59,9 +65,18 @@ class Job:
     """A job in a folder of its own, started and struck by a test. The text is the same for all jobs of a parent."""
 
     def __init__(
-        self, parent: Path, name: str, *, nproc: int = 2, steps: int = 60, max_restarts: int = 0, every_steps: int = 5,
-        min_seconds: float = 3.0, silence_seconds: float = 60.0, optimizer: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        parent: Path,
+        name: str,
+        *,
+        nproc: int = 2,
+        steps: int = 60,
+        max_restarts: int = 0,
+        every_steps: int = 5,
+        min_seconds: float = 3.0,
+        silence_seconds: float = 60.0,
+        optimizer: str = "",
+    ) -> None:
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
         self.config = parent / f"{name}.toml"
         if not (parent / "text").exists():
@@ -74,13 +89,23 @@ class Job:
         self.log = parent / f"{name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, nproc: int | None = None, command: list[str] | None = None) -> "Job":
+    def start(
+        self, nproc: int | None = None, command: list[str] | None = None
+    ) -> "Job":
         for path in self.pids.glob("*") if self.pids.exists() else ():
             path.unlink()
         self.nproc = nproc or self.nproc
         if command is None:
-            command = ["tests.faults.job", str(self.config), str(self.nproc), str(self.max_restarts)]
-        environment = {**os.environ, "HF_DATASETS_CACHE": str(self.run.parent / "cache")}
+            command = [
+                "tests.faults.job",
+                str(self.config),
+                str(self.nproc),
+                str(self.max_restarts),
+            ]
+        environment = {
+            **os.environ,
+            "HF_DATASETS_CACHE": str(self.run.parent / "cache"),
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=subprocess.DEVNULL,
@@ -110,14 +135,22 @@ class Job:
             text = (self.run / "metrics.jsonl").read_text()
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)
+            for line in text.splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     def last_step(self) -> int:
         lines = self.lines()
         return lines[-1]["step"] if lines else 0
 
     def curve(self) -> dict[int, tuple[float, float]]:
-        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.lines() if "loss" in line}
+        return {
+            line["step"]: (line["loss"], line["grad_norm"])
+            for line in self.lines()
+            if "loss" in line
+        }
 
     def pid(self, rank: int, attempt: int = 0, seconds: float = 60) -> int:
         path = self.pids / f"attempt-{attempt}-rank-{rank}.pid"
@@ -128,7 +161,8 @@ class Job:
         """Wait for a condition; the seconds it took."""
         started = time.monotonic()
         while True:
-            has_ended = self.process is None or self.process.poll() is not None  # before the look at what it left
+            # before the look at what it left
+            has_ended = self.process is None or self.process.poll() is not None
             waited = time.monotonic() - started
             if condition():
                 return waited
@@ -148,13 +182,19 @@ class Job:
 
 def newest_step(checkpoints: Path) -> int:
     """The step of the newest finished checkpoint in a folder of them; 0 of none."""
-    return max((int(p.name[5:]) for p in checkpoints.glob("step_*") if p.name[5:].isdecimal()), default=0)
+    return max(
+        (int(p.name[5:]) for p in checkpoints.glob("step_*") if p.name[5:].isdecimal()),
+        default=0,
+    )
 
 
 def is_running(pid: int) -> bool:
     """True until a process is gone or only waits for its parent to notice."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            not in "ZX"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -20,12 +20,19 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 
 def main(names: list[str]) -> None:
     """Run the named faults, or all; exit code 1 when a promise is not kept."""
-    rows = {} if not names or not RESULTS.exists() else {row["name"]: row for row in json.loads(RESULTS.read_text())}
+    rows = (
+        {}
+        if not names or not RESULTS.exists()
+        else {row["name"]: row for row in json.loads(RESULTS.read_text())}
+    )
     with tempfile.TemporaryDirectory(prefix="ringspan-faults-") as folder:
         for name in names or FAULTS:
             row = _struck(name, Path(folder))
             rows[row["name"]] = row | {"machine": describe_machine()}
-            print(f"{row['passed']:>6} of {row['tries']:<6} {row['fault']}  {row['figures']}", flush=True)
+            print(
+                f"{row['passed']:>6} of {row['tries']:<6} {row['fault']}  {row['figures']}",
+                flush=True,
+            )
             for failure in row["failures"]:
                 print(f"       {failure}", flush=True)
             RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")

@@ -21,7 +21,9 @@ def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path):
     """One job: a rank is killed, then one is stopped, then the launcher gets SIGTERM; each is named, and it resumes."""
     timeout = 3.0
     whole, job = (
-        Job(tmp_path, name, steps=60, every_steps=3, max_restarts=2, min_seconds=timeout)
+        Job(
+            tmp_path, name, steps=60, every_steps=3, max_restarts=2, min_seconds=timeout
+        )
         for name in ("whole", "struck")
     )
     launch(train_rank, 2, load_config(whole.config), threads=1)

@@ -29,14 +29,19 @@ from ringspan.core.files.signed import digest_of, file_digest
 from ringspan.train.config.load import load_config
 from tests.fuzz import FACTOR
 
-pytestmark = pytest.mark.hypothesis  # so that `make fuzz` runs them, many times as often
+# so that `make fuzz` runs them, many times as often
+pytestmark = pytest.mark.hypothesis
 TIMES = round(250 * FACTOR)  # of each of four kinds
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")
 # Values that have broken readers of other formats.
 NASTY: list[Any] = [
     *(None, True, -1, 0, 2**63, 10**400, 1e308, "", [], {}, [[]] * 50),
     *("../../etc/passwd", "/etc/passwd", "a\0b", "\ud800"),
-    *("__import__('os').system('true')", "!!python/object/apply:os.system ['true']", "cos\nsystem\n(S'true'\ntR."),
+    *(
+        "__import__('os').system('true')",
+        "!!python/object/apply:os.system ['true']",
+        "cos\nsystem\n(S'true'\ntR.",
+    ),
     {"__class__": "Exploit", "__reduce__": ["os.system", ["true"]]},
 ]
 
@@ -51,7 +56,9 @@ def checkpoint(folder: Path) -> Manifest:
     )
     for name, tensors in zip(SHARDS, parts, strict=True):
         save_file(
-            {key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"step": "1", "run_id": "r"}
+            {key: tensor.contiguous() for key, tensor in tensors.items()},
+            folder / name,
+            {"step": "1", "run_id": "r"},
         )
     rows = _piece(0, (0, 0), (4, 5)), _piece(1, (4, 0), (3, 5))
     manifest = Manifest(
@@ -62,12 +69,21 @@ def checkpoint(folder: Path) -> Manifest:
         layout="zigzag",
         state={"num_sequences": 4, "guard": {"spikes": [0.5]}},
         files={
-            name: FileEntry(bytes=(folder / name).stat().st_size, sha256=file_digest(folder / name)) for name in SHARDS
+            name: FileEntry(
+                bytes=(folder / name).stat().st_size, sha256=file_digest(folder / name)
+            )
+            for name in SHARDS
         },
         tensors={
             "matrix": TensorEntry(dtype="float32", shape=(7, 5), pieces=rows),
-            "vector": TensorEntry(dtype="bfloat16", shape=(9,), pieces=(_piece(0, (0,), (5,)), _piece(1, (5,), (4,)))),
-            "scalar": TensorEntry(dtype="float32", shape=(), pieces=(_piece(0, (), ()),)),
+            "vector": TensorEntry(
+                dtype="bfloat16",
+                shape=(9,),
+                pieces=(_piece(0, (0,), (5,)), _piece(1, (5,), (4,))),
+            ),
+            "scalar": TensorEntry(
+                dtype="float32", shape=(), pieces=(_piece(0, (), ()),)
+            ),
         },
     )
     (folder / MANIFEST).write_text(manifest.dump())
@@ -83,7 +99,11 @@ def load(folder: Path) -> None:
     manifest = read_manifest(folder)
     for name in manifest.files:
         verify(folder, manifest, name)
-    targets = {"matrix": torch.empty(7, 5), "vector": torch.empty(9, dtype=torch.bfloat16), "scalar": torch.empty(())}
+    targets = {
+        "matrix": torch.empty(7, 5),
+        "vector": torch.empty(9, dtype=torch.bfloat16),
+        "scalar": torch.empty(()),
+    }
     read_tensors(folder, manifest, targets)
 
 
@@ -102,7 +122,9 @@ def mutate_bytes(content: bytes, generator: random.Random) -> bytes:
             case 3:
                 data[place:place] = generator.randbytes(size)
             case _:
-                data[place : place + size] = generator.choice((b"\xff", b"\0", b"[", b"{", b"9", b'"')) * size
+                data[place : place + size] = (
+                    generator.choice((b"\xff", b"\0", b"[", b"{", b"9", b'"')) * size
+                )
     return bytes(data)
 
 
@@ -120,13 +142,25 @@ def mutate_value(value: Any, generator: random.Random) -> Any:
                 return {**rest, key: mutate_value(value[key], generator)}
     if isinstance(value, list) and value and generator.random() < 0.8:
         place = generator.randrange(len(value))
-        return [*value[:place], mutate_value(value[place], generator), *value[place + generator.randrange(2) + 0 :]]
+        return [
+            *value[:place],
+            mutate_value(value[place], generator),
+            *value[place + generator.randrange(2) + 0 :],
+        ]
     if isinstance(value, int) and generator.random() < 0.5:
         return value + generator.choice((-1, 1, 1 << 40))
     return generator.choice(NASTY)
 
 
-FORBIDDEN = ("os.system", "subprocess.Popen", "os.exec", "os.fork", "socket.connect", "exec", "pickle.find_class")
+FORBIDDEN = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.fork",
+    "socket.connect",
+    "exec",
+    "pickle.find_class",
+)
 
 
 @contextmanager
@@ -153,7 +187,10 @@ def watched():
 
 
 def strike(
-    times: int, error: type[Exception], prepare: Callable[[random.Random], None], read: Callable[[], object]
+    times: int,
+    error: type[Exception],
+    prepare: Callable[[random.Random], None],
+    read: Callable[[], object],
 ) -> int:
     """How many mutations were refused; anything but the typed error fails the test.
 
@@ -182,10 +219,13 @@ def test_mutated_bytes_of_a_manifest(tmp_path):
     refused = strike(
         TIMES,
         CheckpointError,
-        lambda generator: (folder / MANIFEST).write_bytes(mutate_bytes(pristine, generator)) and None,
+        lambda generator: (
+            (folder / MANIFEST).write_bytes(mutate_bytes(pristine, generator)) and None
+        ),
         lambda: load(folder),
     )
-    assert refused > 0.95 * TIMES  # a mutation may leave the values as they are: white space, or a cut at the end
+    # a mutation may leave the values as they are: white space, or a cut at the end
+    assert refused > 0.95 * TIMES
 
 
 def test_manifests_that_lie_with_a_right_digest(tmp_path):
@@ -201,7 +241,8 @@ def test_manifests_that_lie_with_a_right_digest(tmp_path):
         (folder / MANIFEST).write_text(json.dumps({"sha256": digest, "manifest": lie}))
 
     refused = strike(TIMES, CheckpointError, prepare, lambda: load(folder))
-    assert refused > 0.35 * TIMES  # another step, mesh or state is a manifest like any other
+    # another step, mesh or state is a manifest like any other
+    assert refused > 0.35 * TIMES
 
 
 def test_mutated_shards_behind_a_right_digest(tmp_path):
@@ -215,11 +256,14 @@ def test_mutated_shards_behind_a_right_digest(tmp_path):
         cut = generator.choice((header, len(pristine)))
         path.write_bytes(mutate_bytes(pristine[:cut], generator) + pristine[cut:])
         entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
-        lie = manifest.model_copy(update={"files": {**manifest.files, SHARDS[0]: entry}})
+        lie = manifest.model_copy(
+            update={"files": {**manifest.files, SHARDS[0]: entry}}
+        )
         (folder / MANIFEST).write_text(lie.dump())
 
     refused = strike(TIMES, CheckpointError, prepare, lambda: load(folder))
-    assert refused > 0.35 * TIMES  # other values of the same shape cannot be told from the right ones by who signs them
+    # other values of the same shape cannot be told from the right ones by who signs them
+    assert refused > 0.35 * TIMES
 
 
 def test_mutated_configurations(tmp_path):

@@ -18,7 +18,11 @@ WRONG_MESHES = [
 @pytest.mark.parametrize(("ranks", "mesh", "message"), WRONG_MESHES)
 def test_a_wrong_mesh_is_refused_before_anything_starts(ranks, mesh, message):
     with pytest.raises(rs.ConfigError, match=message):
-        config = {"model": {"path": "unused"}, "data": {"paths": "unused", "sequence_length_tokens": 60}, "mesh": mesh}
+        config = {
+            "model": {"path": "unused"},
+            "data": {"paths": "unused", "sequence_length_tokens": 60},
+            "mesh": mesh,
+        }
         parse_config(config).resolve_mesh(ranks)
 
 
@@ -26,10 +30,14 @@ def make_mesh(mesh, ring, replicate):
     rs.init_mesh(ring=ring, replicate=replicate)
 
 
-@pytest.mark.parametrize(("ring", "replicate"), [(3, 1), (2, 1), (4, 2), (None, 3), (None, 0)])
+@pytest.mark.parametrize(
+    ("ring", "replicate"), [(3, 1), (2, 1), (4, 2), (None, 3), (None, 0)]
+)
 def test_a_wrong_mesh_of_a_script_is_refused_on_every_rank(pool, ring, replicate):
     for outcome in pool.outcomes(make_mesh, 4, ring, replicate):
-        assert isinstance(outcome, rs.ConfigError) and "must equal the world size 4" in str(outcome)
+        assert isinstance(
+            outcome, rs.ConfigError
+        ) and "must equal the world size 4" in str(outcome)
     assert split_world(4, None, 2) == (2, 2)
 
 
@@ -41,9 +49,18 @@ def make_odd_mesh(mesh, usual, odd):
     ("usual", "odd", "message"),
     [
         ({"ring": 4}, {"ring": 2, "replicate": 2}, "ring is 4 on rank 0, 2 on rank 3"),
-        ({"ring": 2, "tp": 2}, {"ring": 2, "replicate": 2}, "replicate is 1 on rank 0, 2 on rank 3"),
+        (
+            {"ring": 2, "tp": 2},
+            {"ring": 2, "replicate": 2},
+            "replicate is 1 on rank 0, 2 on rank 3",
+        ),
         ({}, {"ring": 2, "replicate": 2}, "ring is 4 on rank 0, 2 on rank 3"),
-        ({"ring": 4}, {"ring": 3}, "ring is 4 on rank 0, 3 on rank 3"),  # which alone cannot be
+        # which alone cannot be
+        (
+            {"ring": 4},
+            {"ring": 3},
+            "ring is 4 on rank 0, 3 on rank 3",
+        ),
     ],
 )
 def test_ranks_that_ask_for_different_meshes_raise(pool, usual, odd, message):

@@ -16,7 +16,9 @@ TEMPLATE = (
 FORGETFUL = "[{{ messages[-1].content }}]"
 
 
-def talk(folder, template: str, reply: str) -> tuple[bool, str, list[int], Conversation]:
+def talk(
+    folder, template: str, reply: str
+) -> tuple[bool, str, list[int], Conversation]:
     """A second question after a reply: whether it goes on, all text, and the tokens before."""
     save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -47,9 +49,14 @@ def test_a_cached_text_stays_before_a_new_conversation(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = FORGETFUL
     conversation = Conversation(tokenizer, tokenizer("book ").input_ids)
-    assert conversation.ask("one") and tokenizer.decode(conversation.ids) == "book [one]"
+    assert (
+        conversation.ask("one") and tokenizer.decode(conversation.ids) == "book [one]"
+    )
     conversation.answered(tokenizer("yes").input_ids)
-    assert not conversation.ask("two") and tokenizer.decode(conversation.ids) == "book [two]"
+    assert (
+        not conversation.ask("two")
+        and tokenizer.decode(conversation.ids) == "book [two]"
+    )
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, FORGETFUL])
@@ -77,7 +84,11 @@ def test_lines_come_when_they_are_whole():
     os.write(writer, b"on")
     assert lines.next(0.01) == (None, False)
     os.write(writer, b"e\n\n two \nlast")
-    assert [lines.next(1), lines.next(1), lines.next(0.01)] == [("one", False), ("two", False), (None, False)]
+    assert [lines.next(1), lines.next(1), lines.next(0.01)] == [
+        ("one", False),
+        ("two", False),
+        (None, False),
+    ]
     os.close(writer)
     assert [lines.next(1), lines.next(1)] == [("last", False), (None, True)]
     os.close(reader)

@@ -25,19 +25,26 @@ def base(tmp_path):
 
 def test_an_adapter_without_a_tokenizer_takes_its_bases(base, tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(adapter := tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"adapter: has no tokenizer .tokenizer.json.; save it there"):
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(
+        adapter := tmp_path / "adapter"
+    )
+    with pytest.raises(
+        ConfigError, match=r"adapter: has no tokenizer .tokenizer.json.; save it there"
+    ):
         load_tokenizer(str(adapter), config_of(adapter))
     tokenizer(PLAIN).save_pretrained(base)
     assert load_tokenizer(str(adapter), config_of(adapter)).chat_template == PLAIN
 
 
 def test_a_broken_chat_template_is_blamed_itself(base):
-    tokenizer("\n{% for m in messages %}[{{ m.content }]{% endfor %}").save_pretrained(base)
+    tokenizer("\n{% for m in messages %}[{{ m.content }]{% endfor %}").save_pretrained(
+        base
+    )
     says = r"base.?: its chat template has an error in line 2: .*; correct chat_template.jinja"
     with pytest.raises(ConfigError, match=says):
         load_tokenizer(str(base), config_of(base), chats=True)
-    load_tokenizer(str(base), config_of(base))  # a prompt without a chat does not need it
+    # a prompt without a chat does not need it
+    load_tokenizer(str(base), config_of(base))
     data = {"paths": "x", "messages": "messages", "sequence_length_tokens": 8}
     config = parse_config({"model": {"path": str(base)}, "data": data})
     with pytest.raises(ConfigError, match=says):

@@ -32,7 +32,9 @@ def strike_itself(settings: GenerateSettings, number: Signals, doing: str) -> No
 def struck(folder, number: Signals, doing: str, code: int, says: str) -> None:
     save_tokenizer(folder)
     save_model(folder)
-    settings = GenerateSettings(folder=str(folder), max_new_tokens=100, prefill_tokens=16, silence_seconds=3)
+    settings = GenerateSettings(
+        folder=str(folder), max_new_tokens=100, prefill_tokens=16, silence_seconds=3
+    )
     codes, errors = ended(folder, strike_itself, settings, number, doing)
     victim = 1 if doing == "read" else 0
     # The watchdog ends whom it does not hear, too: a stopped process does not end by itself.
@@ -57,17 +59,30 @@ def what_a_cache_asks(mesh: Any, settings: GenerateSettings) -> tuple[str, list[
     config, seen = load_config(settings), list[str]()
     tokenizer = load_tokenizer(settings.folder, config)
     observer = Observer(read=lambda *_: seen.append("read"), wrote=seen.append)
-    with session(settings, config, tokenizer, observer) as model, pytest.raises(UnsupportedError) as caught:
+    with (
+        session(settings, config, tokenizer, observer) as model,
+        pytest.raises(UnsupportedError) as caught,
+    ):
         model.answer_once(tokenizer("abc").input_ids)
     return str(caught.value), seen
 
 
-@pytest.mark.parametrize(("kind", "why"), [("deepseek_v4", "index chooses pools"), ("bamba", "states of Bamba")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("deepseek_v4", "index chooses pools"), ("bamba", "states of Bamba")],
+)
 def test_a_cache_that_cannot_be_saved_is_refused_first(pool, tmp_path, kind, why):
     save_tokenizer(tmp_path)
     made = tiny_config(kind)
     made.vocab_size = 512
     AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
-    settings = GenerateSettings(folder=str(tmp_path), max_new_tokens=2, save_cache=str(tmp_path / "cache"))
+    settings = GenerateSettings(
+        folder=str(tmp_path), max_new_tokens=2, save_cache=str(tmp_path / "cache")
+    )
     for said, seen in pool.run(what_a_cache_asks, 4, settings):
-        assert said.startswith("--save-cache") and why in said and said.endswith("without the option") and not seen
+        assert (
+            said.startswith("--save-cache")
+            and why in said
+            and said.endswith("without the option")
+            and not seen
+        )

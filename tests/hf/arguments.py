@@ -36,7 +36,11 @@ Options = dict[str, Any]
 def of_everything(found: Any) -> dict[str, float]:
     """Numbers of an evaluation that know each logit's place, and of inputs and losses where these were asked for."""
     logits = found.predictions
-    numbers = {"places": float((logits * np.cos(np.arange(logits.size).reshape(logits.shape))).mean())}
+    numbers = {
+        "places": float(
+            (logits * np.cos(np.arange(logits.size).reshape(logits.shape))).mean()
+        )
+    }
     for name in ("inputs", "losses"):
         if getattr(found, name) is not None:
             numbers[name] = float(np.mean(getattr(found, name)))
@@ -44,7 +48,10 @@ def of_everything(found: Any) -> dict[str, float]:
 
 
 def of_batches(found: Any) -> dict[str, float]:
-    return {f"batch_{n}": float(np.cos(logits).mean()) for n, logits in enumerate(found.predictions)}
+    return {
+        f"batch_{n}": float(np.cos(logits).mean())
+        for n, logits in enumerate(found.predictions)
+    }
 
 
 class BatchByBatch:
@@ -157,7 +164,9 @@ TRIED: Final[dict[Any, list[Options]]] = {
     ],
 }  # fmt: skip
 
-NOT_TRIED: Final[dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("not_tried.toml").read_text())
+NOT_TRIED: Final[dict[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("not_tried.toml").read_text()
+)
 
 
 def named(make: Any) -> set[str]:

@@ -69,7 +69,9 @@ CASES: Final = [
 ]  # fmt: skip
 
 
-def of_the_library(mesh: Any, make: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
+def of_the_library(
+    mesh: Any, make: Callable[..., Any], model: str, options: dict[str, Any]
+) -> Any:
     """The same script with accelerate's context parallelism over two ranks; what it raises, in one line."""
     torch.manual_seed(0)
     own = {
@@ -87,16 +89,23 @@ def of_the_library(mesh: Any, make: Callable[..., Any], model: str, options: dic
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def apart(case: Case, ranks: int, replicas: int, pools: dict[int, Pool]) -> tuple[dict[str, float], dict[str, Any]]:
+def apart(
+    case: Case, ranks: int, replicas: int, pools: dict[int, Pool]
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Return a case's largest differences from one process over all ranks, by figure, and the log of that process."""
+    # TRL evaluates each process's batch by itself, and takes the mean
     sizes = {"per_device_train_batch_size": 2 * replicas}
-    if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
+    if case.make is not sft:
         sizes["per_device_eval_batch_size"] = 2 * replicas
     if case.averages and replicas > 1:
-        expected = pools[replicas].run(train, replicas, case.make, case.model, None, case.options)[0]
+        expected = pools[replicas].run(
+            train, replicas, case.make, case.model, None, case.options
+        )[0]
     else:
         expected = train(None, case.make, case.model, None, case.options | sizes)
-    every = pools[ranks].run(train, ranks, case.make, case.model, {}, case.options, replicate=replicas)
+    every = pools[ranks].run(
+        train, ranks, case.make, case.model, {}, case.options, replicate=replicas
+    )
     each = [differences(found, expected) for found in every]
     return {key: max(one.get(key, 0.0) for one in each) for key in each[0]}, expected
 
@@ -106,13 +115,20 @@ def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
     for name, (ranks, replicas) in RINGS.items():
         row[name], expected = apart(case, ranks, replicas, pools)
         if ranks == 2:
-            row["one process"] = {"loss": expected["loss"], "eval_loss": expected["eval_loss"][0]}
+            row["one process"] = {
+                "loss": expected["loss"],
+                "eval_loss": expected["eval_loss"][0],
+            }
     try:
         theirs = pools[2].run(of_the_library, 2, case.make, case.model, case.options)[0]
     except Exception as error:  # a rank that died or hung
         theirs = f"{type(error).__name__}: {' '.join(str(error).split())}"
         pools[2].restart()
-    row["library"] = theirs if isinstance(theirs, str) else {"loss": theirs["loss"], "eval_loss": theirs["eval_loss"]}
+    row["library"] = (
+        theirs
+        if isinstance(theirs, str)
+        else {"loss": theirs["loss"], "eval_loss": theirs["eval_loss"]}
+    )
     return row
 
 
@@ -129,16 +145,30 @@ def beyond(rows: list[dict[str, Any]]) -> list[str]:
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     """The table in Markdown, each figure the largest of all rings, and below it what the library did, each once."""
-    table = ["| trainer | losses | gradient norms | evaluation loss | weights |", "| --- | --- | --- | --- | --- |"]
+    table = [
+        "| trainer | losses | gradient norms | evaluation loss | weights |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     theirs: dict[str, list[str]] = {}
     for row in rows:
-        numbers = [f"{max(row[ring].get(key, math.nan) for ring in RINGS):.1e}" for key in COLUMNS]
+        numbers = [
+            f"{max(row[ring].get(key, math.nan) for ring in RINGS):.1e}"
+            for key in COLUMNS
+        ]
         table.append(f"| {row['name']} | {' | '.join(numbers)} |")
         theirs.setdefault(said(row), []).append(row["name"])
     about = "The same scripts with accelerate's `ParallelismConfig(cp_size=2)` and FSDP2 on two CPU processes:"
     fewest = sorted(theirs, key=lambda text: len(theirs[text]))
-    names = ["; ".join(theirs[text]) for text in fewest[:-1]] + ["The others" if len(fewest) > 1 else "All"]
-    return [*table, "", about, "", *(f"- {name}: {text}" for name, text in zip(names, fewest, strict=True))]
+    names = ["; ".join(theirs[text]) for text in fewest[:-1]] + [
+        "The others" if len(fewest) > 1 else "All"
+    ]
+    return [
+        *table,
+        "",
+        about,
+        "",
+        *(f"- {name}: {text}" for name, text in zip(names, fewest, strict=True)),
+    ]
 
 
 def said(row: dict[str, Any]) -> str:
@@ -155,10 +185,16 @@ def main(wanted: list[str]) -> None:
     its bound.
     """
     serve_forks("tests.hf.trainers")
-    releases = {module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl)}
+    releases = {
+        module.__name__: module.__version__
+        for module in (torch, transformers, accelerate, trl)
+    }
     kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     rows = {row["name"]: row for row in kept}
-    pools = {ranks: Pool(ranks, launched=True, timeout_seconds=900) for ranks, _ in RINGS.values()}
+    pools = {
+        ranks: Pool(ranks, launched=True, timeout_seconds=900)
+        for ranks, _ in RINGS.values()
+    }
     try:
         for case in CASES:
             if not wanted or case.name in wanted:
@@ -172,7 +208,11 @@ def main(wanted: list[str]) -> None:
 
 
 def write(rows: list[dict[str, Any]], releases: dict[str, str]) -> None:
-    made = {"command": "python -m tests.hf.table", "machine": describe_machine(), "releases": releases}
+    made = {
+        "command": "python -m tests.hf.table",
+        "machine": describe_machine(),
+        "releases": releases,
+    }
     RESULT.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
@@ -181,5 +221,7 @@ def write(rows: list[dict[str, Any]], releases: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     if unknown := set(sys.argv[1:]) - {case.name for case in CASES}:
-        sys.exit(f"no case {min(unknown)!r}; there are: {', '.join(case.name for case in CASES)}")
+        sys.exit(
+            f"no case {min(unknown)!r}; there are: {', '.join(case.name for case in CASES)}"
+        )
     main(sys.argv[1:])

@@ -13,7 +13,14 @@ from tests.hf.trainers import Examples, plain
 
 # One for each exchange that the others come to next; of replicas, before they gather from each other.
 OF_REPLICAS = ("data", "preprocess_logits_for_metrics")
-PLACES = ("compute_loss_func", "compute_metrics", "substep_end", "optimizer_step", "log", "train_end")
+PLACES = (
+    "compute_loss_func",
+    "compute_metrics",
+    "substep_end",
+    "optimizer_step",
+    "log",
+    "train_end",
+)
 
 
 class Odd(TrainerCallback):
@@ -33,8 +40,16 @@ class Odd(TrainerCallback):
         self.at = ""
 
 
-for _event in (name.removeprefix("on_") for name in vars(TrainerCallback) if name.startswith("on_")):
-    setattr(Odd, f"on_{_event}", lambda self, args, state, control, _event=_event, **_: self.come_to(_event, control))
+for _event in (
+    name.removeprefix("on_") for name in vars(TrainerCallback) if name.startswith("on_")
+):
+    setattr(
+        Odd,
+        f"on_{_event}",
+        lambda self, args, state, control, _event=_event, **_: self.come_to(
+            _event, control
+        ),
+    )
 
 
 class Data(Examples):
@@ -64,9 +79,20 @@ def made(mesh: Any, folder: str, **options: Any) -> tuple[Any, Odd]:
         odd.come_to("compute_metrics")
         return {"of": float(mesh is not None and odd.is_odd)}
 
-    given = {"callbacks": [odd], "train_dataset": data, "eval_dataset": Examples(4, length=9), "max_steps": 2}
-    given |= {"compute_metrics": metrics, "preprocess_logits_for_metrics": top, "compute_loss_func": loss_of}
-    trainer = plain(mesh, "llama", None if mesh is None else {}, folder, given | options)
+    given = {
+        "callbacks": [odd],
+        "train_dataset": data,
+        "eval_dataset": Examples(4, length=9),
+        "max_steps": 2,
+    }
+    given |= {
+        "compute_metrics": metrics,
+        "preprocess_logits_for_metrics": top,
+        "compute_loss_func": loss_of,
+    }
+    trainer = plain(
+        mesh, "llama", None if mesh is None else {}, folder, given | options
+    )
     return trainer, odd
 
 
@@ -85,9 +111,14 @@ def raised(mesh: Any, folder: str, places: tuple[str, ...]) -> dict[str, str]:
 @pytest.mark.parametrize(("replicas", "places"), [(1, PLACES), (2, OF_REPLICAS)])
 def test_what_one_rank_raises_all_raise(world, tmp_path, replicas, places):
     ranks = 2 * replicas
-    *others, own = world(ranks).run(raised, ranks, str(tmp_path), places, replicate=replicas)
+    *others, own = world(ranks).run(
+        raised, ranks, str(tmp_path), places, replicate=replicas
+    )
     assert own == {place: f"OSError: no paper at {place}" for place in places}
-    told = {place: f"PeerMismatch: rank {ranks - 1} failed: {text}" for place, text in own.items()}
+    told = {
+        place: f"PeerMismatch: rank {ranks - 1} failed: {text}"
+        for place, text in own.items()
+    }
     assert others == [told] * (ranks - 1)
 
 
@@ -104,20 +135,31 @@ def asked(mesh: Any, folder: str) -> dict[str, Any]:
     return found | {"metrics": trainer.evaluate()["eval_of"]}
 
 
-ASKED = [("step_end", "evaluate"), ("step_begin", "epoch_stop"), ("substep_end", "training_stop")]
+ASKED = [
+    ("step_end", "evaluate"),
+    ("step_begin", "epoch_stop"),
+    ("substep_end", "training_stop"),
+]
 ASKED += [("log", "save"), ("epoch_end", "evaluate")]
 
 
 def test_what_a_callback_of_one_rank_asks_for_all_do(world, tmp_path):
     expected = asked(None, str(tmp_path))
-    assert "save" in expected["save at log"] and "evaluate" in expected["evaluate at step_end"]
+    assert (
+        "save" in expected["save at log"]
+        and "evaluate" in expected["evaluate at step_end"]
+    )
     assert world(2).run(asked, 2, str(tmp_path)) == [expected] * 2
 
 
 def timeouts(mesh: Any, folder: str) -> tuple[list[set[float]], float]:
     """Of all ranks' group and those of a mesh: what trainers set, and what it was before."""
     device, found = torch.device("cpu"), list[set[float]]()
-    groups = [dist.group.WORLD, *mesh.get_all_groups(), mesh["ring", "tp"]._flatten().get_group()]
+    groups = [
+        dist.group.WORLD,
+        *mesh.get_all_groups(),
+        mesh["ring", "tp"]._flatten().get_group(),
+    ]
     for seconds in (77, before := timeout_seconds(groups[0], device)):
         plain(mesh, "llama", {}, folder, {"ddp_timeout": int(seconds)})
         found.append({timeout_seconds(group, device) for group in groups})

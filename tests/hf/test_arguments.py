@@ -19,20 +19,30 @@ NOT_COMPARED = ("runtime", "per_second", "step_time", "mem_", "logits/")
 
 @pytest.mark.parametrize("make", CONFIGS, ids=lambda make: make.__name__)
 def test_every_argument_has_a_place(make):
-    assert not of(make) - named(make), "try it in tests/hf/arguments.py, or refuse it in ringspan/hf/refusals.py"
+    assert not of(make) - named(make), (
+        "try it in tests/hf/arguments.py, or refuse it in ringspan/hf/refusals.py"
+    )
 
 
 def test_what_another_test_is_said_to_have_is_there():
     for reason, names in NOT_TRIED.items():
         if files := re.findall(r"test_\w+\.py", reason):
-            source = "".join(Path(__file__).with_name(file).read_text() for file in files)
-            assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], reason
+            source = "".join(
+                Path(__file__).with_name(file).read_text() for file in files
+            )
+            assert [
+                name for name in names if not re.search(rf"\b{name}\b", source)
+            ] == [], reason
 
 
 def everything(trainer: Any) -> tuple[Any, list[Any], int]:
     """What ``history`` has, what else was logged, and how many tokens were seen."""
     logs = [
-        {name: value for name, value in one.items() if name not in SCORES and not any(p in name for p in NOT_COMPARED)}
+        {
+            name: value
+            for name, value in one.items()
+            if name not in SCORES and not any(p in name for p in NOT_COMPARED)
+        }
         for one in trainer.state.log_history
     ]
     return history(trainer), logs, trainer.state.num_input_tokens_seen
@@ -44,22 +54,28 @@ def cases() -> Iterator[Any]:
         for options in runs:
             name = f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}"
             is_tried = options is runs[0] and make.__name__ in ("plain", "sft")
-            yield pytest.param(make, options, marks=() if is_tried else pytest.mark.long, id=name)
+            yield pytest.param(
+                make, options, marks=() if is_tried else pytest.mark.long, id=name
+            )
 
 
-def close_in_everything(found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]) -> None:
+def close_in_everything(
+    found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]
+) -> None:
     close(found[0], expected[0])
     assert found[2] == expected[2] and len(found[1]) == len(expected[1])
     for one, other in zip(found[1], expected[1], strict=True):
-        assert one == {name: pytest.approx(value, rel=TOLERANCE, abs=1e-6) for name, value in other.items()}
+        assert one == {
+            name: pytest.approx(value, rel=TOLERANCE, abs=1e-6)
+            for name, value in other.items()
+        }
 
 
 @pytest.mark.parametrize(("make", "options"), cases())
 def test_an_argument_has_the_meaning_of_one_process(world, make, options):
     options = dict([SHORT]) | options
-    expected = train(
-        None, make, "llama", None, copy.deepcopy(options), everything
-    )  # accelerate changes what it is given
+    # accelerate changes what it is given
+    expected = train(None, make, "llama", None, copy.deepcopy(options), everything)
     for found in world(2).run(train, 2, make, "llama", {}, options, everything):
         close_in_everything(found, expected)
 
@@ -79,5 +95,7 @@ def test_what_is_of_each_process_is_of_each_ring(world, make, options):
     """Means, orders and quantiles of a process's batch, which TRL then averages: not those of one process."""
     options = dict([SHORT]) | options
     expected = world(2).run(train, 2, make, "llama", None, options, everything)[0]
-    for found in world(4).run(train, 4, make, "llama", {}, options, everything, replicate=2):
+    for found in world(4).run(
+        train, 4, make, "llama", {}, options, everything, replicate=2
+    ):
         close_in_everything(found, expected)

@@ -18,7 +18,16 @@ from tests.cases import long
 from tests.hf.preferences import dpo
 from tests.hf.test_classes import classify
 from tests.hf.test_trainer import Stream
-from tests.hf.trainers import TOLERANCE, Examples, arguments, differences, made, plain, sft, train
+from tests.hf.trainers import (
+    TOLERANCE,
+    Examples,
+    arguments,
+    differences,
+    made,
+    plain,
+    sft,
+    train,
+)
 
 
 class Epochs(list[int]):
@@ -47,10 +56,17 @@ def test_examples_stay_in_their_steps(shape, count):
 
 def test_what_works_at_the_same_time_is_alike():
     def apart(order: list[int]) -> int:
-        return sum(abs(first - second) for first, second in zip(order[::2], order[1::2], strict=True))
+        return sum(
+            abs(first - second)
+            for first, second in zip(order[::2], order[1::2], strict=True)
+        )
 
     came = [1, 90, 2, 80, 3, 70, 4, 60]
-    assert apart(list(EvenSampler(came, lambda index: index, (4, 2, 1)))) == 1 + 1 + 10 + 10 + 0 and apart(came) == 290
+    assert (
+        apart(list(EvenSampler(came, lambda index: index, (4, 2, 1))))
+        == 1 + 1 + 10 + 10 + 0
+        and apart(came) == 290
+    )
 
 
 STEPS = 3
@@ -61,7 +77,9 @@ def tokens_of_batches(mesh: Any, ring: dict[str, Any]) -> list[int]:
     """Real tokens of this rank's micro-batches in a few steps."""
     with tempfile.TemporaryDirectory() as folder:
         loader = sft(mesh, "llama", ring, folder, {}).get_train_dataloader()
-        return [int((batch["labels"] != -100).sum()) for batch in islice(loader, 2 * STEPS)]
+        return [
+            int((batch["labels"] != -100).sum()) for batch in islice(loader, 2 * STEPS)
+        ]
 
 
 def test_replicas_compute_alike(world):
@@ -72,23 +90,37 @@ def test_replicas_compute_alike(world):
 
     came, even = dealt({}), dealt(EVEN)
     assert (came.sum((1, 2)) == even.sum((1, 2))).all()
-    assert busiest_over_mean(even[..., None]) < 1 + (busiest_over_mean(came[..., None]) - 1) / 2
+    assert (
+        busiest_over_mean(even[..., None])
+        < 1 + (busiest_over_mean(came[..., None]) - 1) / 2
+    )
 
 
 @pytest.mark.parametrize("packing", [*long(False), True])
 def test_steps_equal_one_process_that_moves_nothing(world, packing):
     options = {"max_steps": STEPS, "packing": packing}
-    expected = train(None, sft, "llama", None, options | {"per_device_train_batch_size": 4})
+    expected = train(
+        None, sft, "llama", None, options | {"per_device_train_batch_size": 4}
+    )
     for found in world(4).run(train, 4, sft, "llama", EVEN, options, replicate=2):
         apart = differences(found, expected)
-        assert max(apart[name] for name in ("loss", "grad_norm", "weights") if name in apart) < TOLERANCE
+        assert (
+            max(
+                apart[name]
+                for name in ("loss", "grad_norm", "weights")
+                if name in apart
+            )
+            < TOLERANCE
+        )
 
 
 def test_moved_examples_are_logged_once(caplog):
     """Of three steps of two micro-steps for two replicas, the first stays as it is."""
     with caplog.at_level(logging.WARNING, logger="ringspan"):
         came = [4, 3, 2, 1, 4, 1, 3, 2, 1, 2, 3, 4]
-        assert list(EvenSampler(came, lambda index: index, (2, 2, 1))) == [4, 3, 2, 1] * 3
+        assert (
+            list(EvenSampler(came, lambda index: index, (2, 2, 1))) == [4, 3, 2, 1] * 3
+        )
     assert caplog.messages == [
         "balance='flops' moves examples within their steps, of the first such step 75%: the busiest replica computes "
         "1.200 of the mean, 1.400 without"
@@ -98,7 +130,9 @@ def test_moved_examples_are_logged_once(caplog):
 class OwnLoss(Trainer):
     """With a mean of its own."""
 
-    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
         return super().compute_loss(*args, **kwargs)
 
 
@@ -106,12 +140,20 @@ class RingOwnLoss(RingTrainerMixin, OwnLoss):
     """On a ring."""
 
 
-def own_loss(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
-    given = {"model": made(model), "args": arguments(folder, max_steps=1), "train_dataset": Examples(8)}
+def own_loss(
+    mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]
+) -> Any:
+    given = {
+        "model": made(model),
+        "args": arguments(folder, max_steps=1),
+        "train_dataset": Examples(8),
+    }
     return RingOwnLoss(**given, ring=RingConfig(mesh=mesh, **ring))
 
 
-def classifier(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
+def classifier(
+    mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]
+) -> Any:
     classify(mesh, ring, True, model, {"max_steps": 1})
 
 
@@ -127,13 +169,43 @@ def started(mesh: Any, make: Any, model: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "model", "options", "message"),
     [
-        (plain, "llama", {"train_dataset": Stream(), "max_steps": 1}, "needs a data set with a length"),
-        (plain, "llama", {"accelerator_config": {"split_batches": True}}, "with split_batches=True is not supported"),
+        (
+            plain,
+            "llama",
+            {"train_dataset": Stream(), "max_steps": 1},
+            "needs a data set with a length",
+        ),
+        (
+            plain,
+            "llama",
+            {"accelerator_config": {"split_batches": True}},
+            "with split_batches=True is not supported",
+        ),
         (plain, "mixtral+router", {}, "each of which has a router's loss of its own"),
-        (classifier, "llama", {}, "which changes a classifier's loss, a mean over each micro-batch; leave one"),
-        (own_loss, "llama", {}, "which changes the loss of OwnLoss.compute_loss; leave one"),
-        (plain, "llama", {"compute_loss_func": mean}, "changes the loss of a compute_loss_func; leave"),
-        (dpo, "llama", {}, "needs input_ids in each example, found prompt, chosen, rejected"),
+        (
+            classifier,
+            "llama",
+            {},
+            "which changes a classifier's loss, a mean over each micro-batch; leave one",
+        ),
+        (
+            own_loss,
+            "llama",
+            {},
+            "which changes the loss of OwnLoss.compute_loss; leave one",
+        ),
+        (
+            plain,
+            "llama",
+            {"compute_loss_func": mean},
+            "changes the loss of a compute_loss_func; leave",
+        ),
+        (
+            dpo,
+            "llama",
+            {},
+            "needs input_ids in each example, found prompt, chosen, rejected",
+        ),
     ],
     ids=["stream", "split", "router", "classifier", "own loss", "function", "pairs"],
 )

@@ -21,9 +21,14 @@ def run(mesh: Any, name: str, arguments: list[str]) -> Any:
 
 
 def test_sft(world, tmp_path):
-    first, second = world(2).run(run, 2, "sft", ["--output", str(tmp_path), "--steps", "4", "--max-length", "64"])
+    first, second = world(2).run(
+        run, 2, "sft", ["--output", str(tmp_path), "--steps", "4", "--max-length", "64"]
+    )
     assert first == pytest.approx(second) and 0 < first < 4
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
     assert model(**tokenizer("1 + 2 =", return_tensors="pt")).logits.shape[1] == 4
 
 
@@ -39,6 +44,8 @@ def test_sft(world, tmp_path):
 def test_an_example_is_launched(tmp_path, name, said, launcher):
     """What it prints is of rank 0 alone, behind what the trainers log."""
     out = launched(launcher, name, tmp_path, "--output", "out", "--steps", "3")
-    assert [line for line in out.splitlines() if line.startswith(said)] == [out.splitlines()[-1]]
+    assert [line for line in out.splitlines() if line.startswith(said)] == [
+        out.splitlines()[-1]
+    ]
     assert out.endswith(f", model in {tmp_path / 'out'}\n")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0

@@ -36,14 +36,17 @@ def one_process(replicas: int) -> tuple[list[float], list[float], dict[str, Tens
         losses.append(float(loss.detach()))
         if number % 2 == 0:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            # as accelerate does for processes of data parallelism
             optimizer.step()
-            for _ in range(replicas):  # as accelerate does for processes of data parallelism
+            for _ in range(replicas):
                 schedule.step()
             optimizer.zero_grad()
     return losses, norms, dict(model.named_parameters())
 
 
-def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None) -> Any:
+def loop(
+    mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None
+) -> Any:
     config = RingConfig(**sizes)
     accelerator = ring_accelerator(config, gradient_accumulation_steps=2, cpu=True)
     model: Any = build("llama")
@@ -59,7 +62,9 @@ def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str 
             accelerator.backward(loss)
             losses.append(float(loss.detach()))
             if accelerator.sync_gradients:
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                norms.append(
+                    float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                )
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -71,7 +76,9 @@ def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str 
     return losses, norms, state, gathered, type(model).__name__
 
 
-@pytest.mark.parametrize("sizes", [{"ring": 2, "replicate": 2}, *long({"ring": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    "sizes", [{"ring": 2, "replicate": 2}, *long({"ring": 2, "tp": 2})]
+)
 def test_a_loop_equals_one_process(world, sizes):
     replicas = sizes.get("replicate", 1)
     losses, norms, weights = one_process(replicas)
@@ -97,7 +104,9 @@ def prepared_by_accelerate(mesh: Any) -> tuple[float, float]:
     accelerator.backward(loss)
     norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.detach()), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return float(loss.detach()), float(
+        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    )
 
 
 def test_a_model_that_is_on_the_ring_is_left_alone(world):
@@ -111,11 +120,18 @@ def test_a_model_that_is_on_the_ring_is_left_alone(world):
 
 def test_a_state_is_loaded_on_another_mesh(world, tmp_path):
     whole = world(4).run(loop, 4, {"ring": 2, "replicate": 2}, str(tmp_path / "state"))
-    for losses, *_ in world(2).run(loop, 2, {"ring": 1, "replicate": 2}, None, str(tmp_path / "state")):
+    for losses, *_ in world(2).run(
+        loop, 2, {"ring": 1, "replicate": 2}, None, str(tmp_path / "state")
+    ):
         assert losses == pytest.approx(whole[0][0][2:], rel=1e-6)
     (tmp_path / "state" / "model.safetensors").unlink()
-    for outcome in world(2).outcomes(loop, 2, {"ring": 2}, None, str(tmp_path / "state")):
-        assert "model.safetensors: is missing; give a folder that save_state wrote" in str(outcome)
+    for outcome in world(2).outcomes(
+        loop, 2, {"ring": 2}, None, str(tmp_path / "state")
+    ):
+        assert (
+            "model.safetensors: is missing; give a folder that save_state wrote"
+            in str(outcome)
+        )
 
 
 def shared_out(mesh: Any) -> Any:
@@ -127,7 +143,9 @@ def shared_out(mesh: Any) -> Any:
 
 
 def test_inputs_are_split_over_replicas_and_triggers_are_shared(world):
-    assert world(4).run(shared_out, 4) == [(part, True, False) for part in [[0, 1, 2]] * 2 + [[3, 4]] * 2]
+    assert world(4).run(shared_out, 4) == [
+        (part, True, False) for part in [[0, 1, 2]] * 2 + [[3, 4]] * 2
+    ]
 
 
 def refused(mesh: Any, what: str) -> str:
@@ -136,9 +154,17 @@ def refused(mesh: Any, what: str) -> str:
     config = RingConfig(ring=2)
     with pytest.raises((rs.RingspanError, ValueError)) as caught:
         if what == "parallelism_config":
-            ring_accelerator(config, parallelism_config=ParallelismConfig(cp_size=2), cpu=True)
+            ring_accelerator(
+                config, parallelism_config=ParallelismConfig(cp_size=2), cpu=True
+            )
         if what == "wrapper":
-            ring_accelerator(config, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)], cpu=True)
+            ring_accelerator(
+                config,
+                kwargs_handlers=[
+                    DistributedDataParallelKwargs(broadcast_buffers=False)
+                ],
+                cpu=True,
+            )
         accelerator = ring_accelerator(config, cpu=True)
         model: Any = build("llama")
         if what == "other parameters":
@@ -155,13 +181,31 @@ def refused(mesh: Any, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("parallelism_config", "parallelism_config is a second parallelism besides the ring; leave it out"),
-        ("wrapper", "DistributedDataParallelKwargs are for DistributedDataParallel, in which a model on a ring is not"),
-        ("other parameters", "the optimizer has parameters of no model that was prepared"),
-        ("steps", "the optimizer has taken steps; prepare it, with its model, before the first"),
-        ("gather_for_metrics", "accelerator.gather_for_metrics is not for a ring; model(**batch).loss is that of"),
+        (
+            "parallelism_config",
+            "parallelism_config is a second parallelism besides the ring; leave it out",
+        ),
+        (
+            "wrapper",
+            "DistributedDataParallelKwargs are for DistributedDataParallel, in which a model on a ring is not",
+        ),
+        (
+            "other parameters",
+            "the optimizer has parameters of no model that was prepared",
+        ),
+        (
+            "steps",
+            "the optimizer has taken steps; prepare it, with its model, before the first",
+        ),
+        (
+            "gather_for_metrics",
+            "accelerator.gather_for_metrics is not for a ring; model(**batch).loss is that of",
+        ),
         ("join_uneven_inputs", "accelerator.join_uneven_inputs is not for a ring"),
-        ("maybe_context_parallel", "accelerator.maybe_context_parallel is not for a ring"),
+        (
+            "maybe_context_parallel",
+            "accelerator.maybe_context_parallel is not for a ring",
+        ),
     ],
 )
 def test_what_would_not_be_exact_raises(world, what, message):
@@ -169,8 +213,20 @@ def test_what_would_not_be_exact_raises(world, what, message):
         assert message in said and "\n" not in said
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), long(("accelerate", 2), ("accelerate, one process", 1)))
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), long(("accelerate", 2), ("accelerate, one process", 1))
+)
 def test_a_script_is_launched(tmp_path, launcher, ranks):
-    out = launched(launcher, "accelerate_loop", tmp_path, "--steps", "4", "--length", "48", "--output", "state")
+    out = launched(
+        launcher,
+        "accelerate_loop",
+        tmp_path,
+        "--steps",
+        "4",
+        "--length",
+        "48",
+        "--output",
+        "state",
+    )
     assert out.startswith("loss 4.") and f"on {ranks} rank" in out
     assert (tmp_path / "state" / "model.safetensors").is_file()

@@ -17,7 +17,9 @@ def test_the_installed_releases_have_every_seam():
 
 def test_trainer_calls_what_is_overridden():
     for name in seams.OVERRIDDEN["transformers:Trainer"]:
-        assert f"self.{name}(" in inspect.getsource(Trainer), f"Trainer no longer calls {name}"
+        assert f"self.{name}(" in inspect.getsource(Trainer), (
+            f"Trainer no longer calls {name}"
+        )
         assert name in vars(seams.OwnParts), f"{name} is not overridden"
 
 
@@ -37,7 +39,9 @@ def test_ours_are_right_in_front_of_trainer():
     class BehindTrainer(RingTrainerMixin, Trainer, Extra):
         """So it does behind Trainer itself."""
 
-    assert all(kind.save_state is Trainer.save_state for kind in (Behind, BehindTrainer))
+    assert all(
+        kind.save_state is Trainer.save_state for kind in (Behind, BehindTrainer)
+    )
     for kind in (RingTrainer, RingSFTTrainer, Users, Mixed, Behind, BehindTrainer):
         order = kind.__mro__
         assert order.index(seams.OwnParts) + 1 == order.index(Trainer), kind
@@ -45,13 +49,22 @@ def test_ours_are_right_in_front_of_trainer():
 
 
 def test_a_seam_that_moved_is_named(monkeypatch):
-    known = dict(seams.OVERRIDDEN["transformers:Trainer"]) | {"_save": ["folder"], "_gone": []}
+    known = dict(seams.OVERRIDDEN["transformers:Trainer"]) | {
+        "_save": ["folder"],
+        "_gone": [],
+    }
     monkeypatch.setitem(seams.OVERRIDDEN, "transformers:Trainer", known)
-    monkeypatch.setitem(seams.SOURCE, "accelerate:Accelerator", ("self._all_models = []",))
+    monkeypatch.setitem(
+        seams.SOURCE, "accelerate:Accelerator", ("self._all_models = []",)
+    )
     expected = ["transformers:Trainer._save", "transformers:Trainer._gone"]
-    assert seams.moved()[:3] == [*expected, "accelerate:Accelerator: self._all_models = []"]
+    assert seams.moved()[:3] == [
+        *expected,
+        "accelerate:Accelerator: self._all_models = []",
+    ]
     with pytest.raises(
-        UnsupportedError, match=r"transformers:Trainer\._save is not as ringspan knows it in transformers"
+        UnsupportedError,
+        match=r"transformers:Trainer\._save is not as ringspan knows it in transformers",
     ):
         RingTrainerMixin()
 
@@ -59,11 +72,22 @@ def test_a_seam_that_moved_is_named(monkeypatch):
 def test_what_a_release_has_not_yet_is_named(monkeypatch):
     """TRL before 1.15 has no fused head."""
     monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
-    with pytest.raises(UnsupportedError, match=r"trl.trainer.utils:add_fused_lm_head is not as .*, trl [0-9.]+; inst"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"trl.trainer.utils:add_fused_lm_head is not as .*, trl [0-9.]+; inst",
+    ):
         RingTrainerMixin()
 
 
 def test_what_is_public_is_overridden_in_public():
-    private = {name for name in vars(RingTrainerMixin) if name.startswith("_") and not name.startswith("__")}
-    assert private == {"_put_on_ring"}, "a private method of Trainer belongs into seams.py"
-    assert not hasattr(Trainer, "_put_on_ring") and not hasattr(Accelerator, "ring_mesh")
+    private = {
+        name
+        for name in vars(RingTrainerMixin)
+        if name.startswith("_") and not name.startswith("__")
+    }
+    assert private == {"_put_on_ring"}, (
+        "a private method of Trainer belongs into seams.py"
+    )
+    assert not hasattr(Trainer, "_put_on_ring") and not hasattr(
+        Accelerator, "ring_mesh"
+    )

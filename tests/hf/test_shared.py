@@ -24,7 +24,9 @@ def both_ways(mesh: DeviceMesh, kind: str, batch: dict[str, Tensor]) -> list[Any
     for options in ({}, SHARED):
         model, seen = made(kind), []
         takes_whole_batches(model, mesh, RingConfig(mesh=mesh, **options))
-        model.model.embed_tokens.register_forward_hook(lambda _, given, __, seen=seen: seen.append(given[0].numel()))
+        model.model.embed_tokens.register_forward_hook(
+            lambda _, given, __, seen=seen: seen.append(given[0].numel())
+        )
         model.eval()
         with torch.no_grad(), whole_logits(model, wanted=True):
             evaluated = model(**batch)
@@ -44,7 +46,13 @@ def made(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "side"),
-    [("llama", "left"), ("llama", "right"), ("llama4_text", "right"), ("jamba", "left"), ("dynamic", "left")],
+    [
+        ("llama", "left"),
+        ("llama", "right"),
+        ("llama4_text", "right"),
+        ("jamba", "left"),
+        ("dynamic", "left"),
+    ],
 )
 def test_a_batch_with_shared_prefixes_is_its_rows(world, kind, side):
     ids = tokens(4, 20)
@@ -56,7 +64,9 @@ def test_a_batch_with_shared_prefixes_is_its_rows(world, kind, side):
         ids, mask = ids.roll(-4, 1), mask.flip(1)
     labels = ids.masked_fill((ids % 4 == 0) | (mask == 0), -100)
     labels[:, 4 * (side == "left")] = -100
-    for rows, shared in world(2).run(both_ways, 2, kind, {"input_ids": ids, "attention_mask": mask, "labels": labels}):
+    for rows, shared in world(2).run(
+        both_ways, 2, kind, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    ):
         for one, other in zip(rows[:3], shared[:3], strict=True):
             one, other = (x[mask == 1] if x.ndim else x for x in (one, other))
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -65,7 +75,10 @@ def test_a_batch_with_shared_prefixes_is_its_rows(world, kind, side):
 
 def refusals(mesh: DeviceMesh) -> list[str]:
     found, ids = [], tokens(2, 9)
-    padded = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]] * 2)}
+    padded = {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]] * 2),
+    }
     placed = {"input_ids": ids, "position_ids": torch.arange(9)[None]}
     for kind, batch in (("gpt2", padded), ("llama4_text", padded), ("llama", placed)):
         model = build(kind)
@@ -73,7 +86,9 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         with pytest.raises(UnsupportedError) as error:
             model(**batch)
         found.append(str(error.value))
-    tagger = AutoModelForTokenClassification.from_config(config("llama", classifier_dropout=0.0))
+    tagger = AutoModelForTokenClassification.from_config(
+        config("llama", classifier_dropout=0.0)
+    )
     with pytest.raises(UnsupportedError) as error:
         takes_whole_batches(tagger, mesh, RingConfig(mesh=mesh, **SHARED))
     return [*found, str(error.value)]
@@ -81,5 +96,10 @@ def refusals(mesh: DeviceMesh) -> list[str]:
 
 def test_rows_that_cannot_be_shared_are_refused(world):
     for found in world(2).run(refusals, 2):
-        reasons = "pad on the right", "pad on the right", "no position_ids", "labels each token"
+        reasons = (
+            "pad on the right",
+            "pad on the right",
+            "no position_ids",
+            "labels each token",
+        )
         assert all(reason in each for reason, each in zip(reasons, found, strict=True))

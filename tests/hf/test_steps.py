@@ -37,12 +37,19 @@ SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
             (dpo, "mixtral+router", {"ld_alpha": 0.5, "use_weighting": True}, {}),
             (kto, "llama", {}, SHARED),
             (orpo, "llama", {}, SHARED),
-            (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}, {}),
+            (
+                grpo,
+                "mixtral+router",
+                {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5},
+                {},
+            ),
             (rloo, "llama", {"beta": 0.0}, SHARED),
             (sft, "llama", {}, SHARED),
         ),
     ],
-    ids=lambda value: getattr(value, "__name__", "shared" if value is SHARED else str(value)),
+    ids=lambda value: getattr(
+        value, "__name__", "shared" if value is SHARED else str(value)
+    ),
 )
 def test_steps_on_a_ring_equal_one_process(world, make, model, options, ring):
     expected = short_run(make, model, 1, *options.items())
@@ -69,26 +76,52 @@ def test_a_reference_model_is_split_as_the_model_is(world):
 def test_a_reference_of_the_models_folder_follows_the_model(world, tmp_path):
     made("llama").save_pretrained(tmp_path)
     options = {"place": str(tmp_path), "reference": None}
-    options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    options |= {
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+    }
     expected = short_run(dpo, "llama", 1, *options.items())
     still = short_run(dpo, "llama", 1, *options.items(), ("sync_ref_model", False))
-    assert expected["loss"][0] == pytest.approx(0.693147, rel=1e-5) and expected["loss"][1:] != still["loss"][1:]
+    assert (
+        expected["loss"][0] == pytest.approx(0.693147, rel=1e-5)
+        and expected["loss"][1:] != still["loss"][1:]
+    )
     check(world, 2, dpo, "llama", dict([SHORT]) | options, expected)
 
 
 def test_replicas_normalise_their_rewards_together(world):
-    options = {"beta": 0.0, "num_generations": 4, "per_device_train_batch_size": 1, "scale_rewards": "batch"}
+    options = {
+        "beta": 0.0,
+        "num_generations": 4,
+        "per_device_train_batch_size": 1,
+        "scale_rewards": "batch",
+    }
     # Of four completions that are compared with each other each replica has two.
-    alone = dict(options) | {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
+    alone = dict(options) | {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+    }
     expected = train(None, grpo, "llama", None, dict([SHORT]) | alone)
-    expected["entropy"] = []  # a mean of means over batches that are accumulated, of other completions there
+    expected[
+        "entropy"
+    ] = []  # a mean of means over batches that are accumulated, of other completions there
     check(world, 4, grpo, "llama", dict([SHORT]) | options, expected, replicate=2)
 
 
 def coefficients(mesh: Any, folder: str) -> list[float]:
     """Of the entropy, step by step, in a run that saves and then in one that resumes."""
-    adaptive = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.01, "entropy_target": 100.0}
-    given = {"beta": 0.0, "save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1} | adaptive
+    adaptive = {
+        "use_adaptive_entropy": True,
+        "entropy_coef_delta": 0.01,
+        "entropy_target": 100.0,
+    }
+    given = {
+        "beta": 0.0,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "gradient_accumulation_steps": 1,
+    } | adaptive
     grpo(mesh, "llama", {}, folder, given | {"max_steps": 1}).train()
     resumed = grpo(mesh, "llama", {}, folder, given | {"max_steps": 2})
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")

@@ -40,17 +40,42 @@ COMMON = {
 }  # fmt: skip
 # Arguments of a trainer itself.
 OWN = (
-    *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "train_dataset"),
+    *(
+        "callbacks",
+        "compute_loss_func",
+        "compute_metrics",
+        "data_collator",
+        "eval_dataset",
+        "train_dataset",
+    ),
     "preprocess_logits_for_metrics",
 )
 
 # What trainers log: numbers that are compared one by one, and those near 0, compared with the largest of them.
-LOGGED = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_entropy")
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "eval_entropy",
+)
 SCORES = (
-    *(f"{name}/{side}" for name in ("rewards", "logps") for side in ("chosen", "rejected", "margins")),
+    *(
+        f"{name}/{side}"
+        for name in ("rewards", "logps")
+        for side in ("chosen", "rejected", "margins")
+    ),
     *("rewards/accuracies", "eval_rewards/margins", "kl", "nll_loss", "log_odds_ratio"),
     *("min_reward", "mean_reward", "max_reward", "accuracy", "eval_accuracy"),
-    *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "eval_reward"),
+    *(
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "eval_reward",
+    ),
 )
 
 datasets.disable_progress_bars()
@@ -78,7 +103,11 @@ class Examples(Dataset[dict[str, Tensor]]):
         labels = self.ids[index].clone()
         if index % 3 == 1:
             labels[4:] = -100
-        return {"input_ids": self.ids[index], "labels": labels, "attention_mask": torch.ones_like(labels)}
+        return {
+            "input_ids": self.ids[index],
+            "labels": labels,
+            "attention_mask": torch.ones_like(labels),
+        }
 
 
 def conversations(count: int, seed: int, column: str | None) -> datasets.Dataset:
@@ -96,9 +125,15 @@ def conversations(count: int, seed: int, column: str | None) -> datasets.Dataset
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One word for each entry of the vocabulary; made anew, since trainers change theirs."""
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words = Tokenizer(
+        WordLevel(
+            {f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"
+        )
+    )
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", eos_token="w1"
+    )
 
 
 def made(model: str) -> Any:
@@ -108,27 +143,43 @@ def made(model: str) -> Any:
     kind, _, bits = model.partition("@")
     kind, _, router = kind.partition("+")
     if bits:
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=bits, bnb_4bit_use_double_quant=True)
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=bits, bnb_4bit_use_double_quant=True
+        )
         plain = build(kind)
-        given = {"config": plain.config, "state_dict": plain.state_dict(), "dtype": torch.float32}
+        given = {
+            "config": plain.config,
+            "state_dict": plain.state_dict(),
+            "dtype": torch.float32,
+        }
+        # whose kernel for bfloat16 fails in evaluation at these sizes
         model = type(plain).from_pretrained(None, quantization_config=config, **given)
-        for module in model.modules():  # whose kernel for bfloat16 fails in evaluation at these sizes
+        for module in model.modules():
             module.support_avx512bf16_for_cpu = False
-        lora: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+        lora: Any = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+        )
         model.is_loaded_in_4bit = model.is_quantized = False
         return lora
     if kind in HYBRIDS | INDEXED:
         # So many heads have no equal scores, of which one process takes any (``docs/chosen-keys.md``).
-        return build_stateful(kind, torch.float32, **({"index_n_heads": 32} if kind in INDEXED else {}))
+        return build_stateful(
+            kind, torch.float32, **({"index_n_heads": 32} if kind in INDEXED else {})
+        )
     return build(kind, **({"output_router_logits": True} if router else {}))
 
 
 def packed(folder: str) -> Any:
     """The model of a folder, as transformers opens it with weights in 8 bits."""
-    from torchao.quantization import Int8WeightOnlyConfig  # two seconds that no other test needs
+    # two seconds that no other test needs
+    from torchao.quantization import (
+        Int8WeightOnlyConfig,
+    )
 
     config = TorchAoConfig(Int8WeightOnlyConfig())
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    )
 
 
 def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> Any:
@@ -136,34 +187,69 @@ def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> An
     return kind(output_dir=folder, **COMMON | options)
 
 
-def plain(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+def plain(
+    mesh: Any,
+    model: str,
+    ring: dict[str, Any] | None,
+    folder: str,
+    options: dict[str, Any],
+) -> Any:
     torch.manual_seed(0)
     options = dict(options)
     own = {name: options.pop(name) for name in OWN if name in options}
     given = {"model": made(model), "args": arguments(folder, **options)}
     given |= {"train_dataset": Examples(40), "eval_dataset": Examples(12, seed=1)} | own
-    return Trainer(**given) if ring is None else Ring(**given, ring=RingConfig(mesh=mesh, **ring))
+    return (
+        Trainer(**given)
+        if ring is None
+        else Ring(**given, ring=RingConfig(mesh=mesh, **ring))
+    )
 
 
-def sft(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
+def sft(
+    mesh: Any,
+    model: str,
+    ring: dict[str, Any] | None,
+    folder: str,
+    options: dict[str, Any],
+) -> Any:
     torch.manual_seed(0)
     # Without the last rows: of those that do not come out even, replicas would see some twice.
     options = {"bf16": False, "max_length": 24, "dataloader_drop_last": True} | options
     column, lora = options.pop("column", None), options.pop("lora", False)
     weights = options.pop("packed", None)
     of = made(model) if weights is None else packed(weights)
-    given = {"model": of, "args": arguments(folder, SFTConfig, **options), "processing_class": tokenizer()}
-    given |= {"train_dataset": conversations(200, 0, column), "eval_dataset": conversations(36, 1, column)}
+    given = {
+        "model": of,
+        "args": arguments(folder, SFTConfig, **options),
+        "processing_class": tokenizer(),
+    }
+    given |= {
+        "train_dataset": conversations(200, 0, column),
+        "eval_dataset": conversations(36, 1, column),
+    }
     if lora:
-        given["peft_config"] = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    return SFTTrainer(**given) if ring is None else RingSFT(**given, ring=RingConfig(mesh=mesh, **ring))
+        given["peft_config"] = LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear"
+        )
+    return (
+        SFTTrainer(**given)
+        if ring is None
+        else RingSFT(**given, ring=RingConfig(mesh=mesh, **ring))
+    )
 
 
 def history(trainer: Any) -> dict[str, Any]:
     """What a trainer has logged, step by step, and its weights."""
     logs = trainer.state.log_history
-    state = whole_weights(trainer.model) if isinstance(trainer, RingTrainerMixin) else trainer.model.state_dict()
-    found: dict[str, Any] = {name: [one[name] for one in logs if name in one] for name in (*LOGGED, *SCORES)}
+    state = (
+        whole_weights(trainer.model)
+        if isinstance(trainer, RingTrainerMixin)
+        else trainer.model.state_dict()
+    )
+    found: dict[str, Any] = {
+        name: [one[name] for one in logs if name in one] for name in (*LOGGED, *SCORES)
+    }
     return found | {"weights": {name: tensor.clone() for name, tensor in state.items()}}
 
 
@@ -184,9 +270,13 @@ TOLERANCE = 1e-5  # relative
 
 
 @lru_cache
-def short_run(make: Any, model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
+def short_run(
+    make: Any, model: str, replicas: int, *options: tuple[str, Any]
+) -> dict[str, Any]:
     """Three steps and an evaluation on one process, of as many examples as so many replicas take."""
-    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
+    sizes = dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas
+    )
     return train(None, make, model, None, dict([SHORT, *options]) | sizes)
 
 
@@ -198,7 +288,10 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
             assert len(found[name]) == len(values), name
             scale = scale_of(name, expected)
             pairs = zip(found[name], values, strict=True)
-            result[name] = max(abs(a - b) / (scale or abs(b) or max(map(abs, values)) or 1.0) for a, b in pairs)
+            result[name] = max(
+                abs(a - b) / (scale or abs(b) or max(map(abs, values)) or 1.0)
+                for a, b in pairs
+            )
     if found["weights"]:  # of the first rank
         result["weights"] = max(
             float((found["weights"][name] - value).abs().max() / value.abs().max())
@@ -220,7 +313,9 @@ def check(
     expected: dict[str, Any], ring: dict[str, Any] | None = None, **sizes: int,
 ) -> None:  # fmt: skip
     """Hold a trainer on so many ranks to one process."""
-    for found in world(ranks).run(train, ranks, make, model, ring or {}, options, **sizes):
+    for found in world(ranks).run(
+        train, ranks, make, model, ring or {}, options, **sizes
+    ):
         close(found, expected)
 
 
@@ -230,9 +325,11 @@ def scale_of(name: str, expected: dict[str, Any]) -> float | None:
     """
     of = {"kl": "entropy"}.get(name, name)
     if "rewards/" in name and expected.get("logps/chosen"):
-        return 0.1 * max(map(abs, expected["logps/chosen"]))  # differences of these, times beta
+        # differences of these, times beta
+        return 0.1 * max(map(abs, expected["logps/chosen"]))
     if name in ("loss", "eval_loss") and expected.get("reward_std"):
-        return max(map(abs, (*expected[name], *expected["reward_std"])))  # a sum of advantages
+        # a sum of advantages
+        return max(map(abs, (*expected[name], *expected["reward_std"])))
     return max(map(abs, expected.get(of) or expected[name])) if name in SCORES else None
 
 

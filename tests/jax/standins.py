@@ -18,20 +18,31 @@ launched: list[str] = []
 """The programs that ``triton_call`` was traced with."""
 
 
-def triton_call(*args: Any, kernel: Any, out_shape: list[Any], grid: Any, **options: Any) -> list[jax.Array]:
+def triton_call(
+    *args: Any, kernel: Any, out_shape: list[Any], grid: Any, **options: Any
+) -> list[jax.Array]:
     """As jax-triton 0.3: numbers are static, and the results' pointers come behind all arguments."""
-    numbers = {n: x if isinstance(x, int) else float(x) for n, x in enumerate(args) if isinstance(x, (int, np.float32))}
+    numbers = {
+        n: x if isinstance(x, int) else float(x)
+        for n, x in enumerate(args)
+        if isinstance(x, (int, np.float32))
+    }
     launched.append(kernel.fn.__name__)
 
     @interpreted
     def run(*arrays: Any) -> list[np.ndarray]:
         given = iter(arrays)
-        inputs = [numbers[n] if n in numbers else torch.tensor(np.asarray(next(given))) for n in range(len(args))]
+        inputs = [
+            numbers[n] if n in numbers else torch.tensor(np.asarray(next(given)))
+            for n in range(len(args))
+        ]
         outputs = [torch.full(x.shape, torch.nan) for x in out_shape]
         kernel[grid](*inputs, *outputs, **options)
         return [x.numpy() for x in outputs]
 
-    return jax.pure_callback(run, out_shape, *(x for n, x in enumerate(args) if n not in numbers))
+    return jax.pure_callback(
+        run, out_shape, *(x for n, x in enumerate(args) if n not in numbers)
+    )
 
 
 @contextmanager
@@ -39,7 +50,9 @@ def jax_triton() -> Iterator[None]:
     module, name = ModuleType("jax_triton"), "jax_triton"
     module.__dict__.update(triton_call=triton_call, __spec__=ModuleSpec(name, None))
     real = sys.modules.pop(name, None)
-    sys.modules[name] = module  # not by patch.dict, which forgets what is imported meanwhile: MLIR registers only once
+    sys.modules[name] = (
+        module  # not by patch.dict, which forgets what is imported meanwhile: MLIR registers only once
+    )
     is_installed.cache_clear()
     try:
         yield

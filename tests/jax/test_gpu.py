@@ -30,10 +30,21 @@ for mask in (rs.causal(), rs.sliding_window(100), rs.documents([200, 7, 493, 300
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (find_spec("jax") and find_spec("jax_triton")), reason="needs jax-triton")
+@pytest.mark.skipif(
+    not (find_spec("jax") and find_spec("jax_triton")), reason="needs jax-triton"
+)
 def test_it_is_as_exact_as_the_other_kernel():
     """In a process of its own: those of the tests see virtual CPU devices only."""
-    environment = os.environ | {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cuda",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
     command = [sys.executable, "-c", SCRIPT, "triton", "xla"]
-    run = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert not run.returncode, run.stderr

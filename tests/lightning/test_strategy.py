@@ -30,7 +30,10 @@ from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 IDS = tokens(8, 21)
-ROWS = [{"input_ids": ids, "labels": torch.where(torch.arange(21) < 4 + n, ids, -100)} for n, ids in enumerate(IDS)]
+ROWS = [
+    {"input_ids": ids, "labels": torch.where(torch.arange(21) < 4 + n, ids, -100)}
+    for n, ids in enumerate(IDS)
+]
 STEPS = 2  # of an epoch, with four rows each
 EVALUATION = [{"input_ids": row, "labels": row} for row in tokens(4, 21, seed=5)]
 QUIET: dict[str, Any] = {
@@ -80,10 +83,19 @@ class Module(LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not self.is_on_ring:
-            self.model, self.is_on_ring = rs.parallelize(self.model, self.device_mesh), True
+            self.model, self.is_on_ring = (
+                rs.parallelize(self.model, self.device_mesh),
+                True,
+            )
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return self.model(**(batch if self.device_mesh is None else rs.shard_batch(batch, self.device_mesh))).loss
+        return self.model(
+            **(
+                batch
+                if self.device_mesh is None
+                else rs.shard_batch(batch, self.device_mesh)
+            )
+        ).loss
 
     def training_step(self, batch: Any) -> torch.Tensor:
         loss = self.loss(batch)
@@ -95,9 +107,15 @@ class Module(LightningModule):
         self.evaluated.append(float(self.loss(batch)))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # at 1e-8 Adam steps on rounding
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        # at 1e-8 Adam steps on rounding
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1 / (1 + step)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 class SaveAt(Callback):
@@ -126,11 +144,16 @@ def fit(
     torch.manual_seed(0)
     module = kind()
     trainer = Trainer(**QUIET, **options)
-    train: Any = None if kind is WithLoader else DataLoader(ROWS, batch_size, shuffle=shuffle)  # type: ignore[arg-type]
+    train: Any = (
+        None if kind is WithLoader else DataLoader(ROWS, batch_size, shuffle=shuffle)
+    )
     trainer.fit(module, train, DataLoader(EVALUATION, batch_size), ckpt_path=resume)  # type: ignore[arg-type]
     logged = float(trainer.callback_metrics["loss"])
     trainer.validate(module, DataLoader(EVALUATION, batch_size), verbose=False)  # type: ignore[arg-type]
-    weights = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in module.model.named_parameters()}  # type: ignore[operator]
+    weights = {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p
+        for name, p in module.model.named_parameters()
+    }
     return {
         "losses": module.losses,
         "evaluated": module.evaluated,
@@ -144,7 +167,12 @@ def ring_fit(
     callbacks: list[Callback] | None = None, **changes: Any,
 ) -> Any:  # fmt: skip
     callbacks = [SaveAt(0, save)] if save else callbacks or []
-    options = {"devices": 4, "strategy": RingStrategy(**sizes), "plugins": [Ranks()], "callbacks": callbacks}
+    options = {
+        "devices": 4,
+        "strategy": RingStrategy(**sizes),
+        "plugins": [Ranks()],
+        "callbacks": callbacks,
+    }
     return fit(options, batch_size, resume, **changes)
 
 
@@ -172,7 +200,9 @@ def test_a_shuffling_loader_gives_every_mesh_the_same_batches(pool, expected):
     one = pool.run(partial(ring_fit, shuffle=True), 4, {"ring": 4}, 4)[0]["losses"]
     assert one == pytest.approx(two, rel=1e-5)
     assert one[0] != pytest.approx(expected["losses"][0], rel=1e-5)
-    assert one[:STEPS] != pytest.approx(one[STEPS:], rel=1e-2), "another order in each epoch"
+    assert one[:STEPS] != pytest.approx(one[STEPS:], rel=1e-2), (
+        "another order in each epoch"
+    )
 
 
 @pytest.mark.parametrize("is_folder", [True, *long(False)])
@@ -212,12 +242,20 @@ class OddHook(Callback):
         setattr(self, name, raise_once)
 
 
-def fit_with_an_odd_rank(_: Any, is_raising: bool, hook: str = "", folder: str = "") -> tuple[str, int]:
+def fit_with_an_odd_rank(
+    _: Any, is_raising: bool, hook: str = "", folder: str = ""
+) -> tuple[str, int]:
     """What comes of it, and the number of steps."""
     strategy, module = RingStrategy(replicate=2), Module() if hook else OddModule()
     strategy.is_raising = is_raising  # type: ignore[attr-defined]
-    callbacks: Any = [OddHook(hook), ModelCheckpoint(folder, save_on_exception=True)] if hook else []
-    quiet = QUIET | {"enable_checkpointing": bool(hook), "accumulate_grad_batches": 1, "callbacks": callbacks}
+    callbacks: Any = (
+        [OddHook(hook), ModelCheckpoint(folder, save_on_exception=True)] if hook else []
+    )
+    quiet = QUIET | {
+        "enable_checkpointing": bool(hook),
+        "accumulate_grad_batches": 1,
+        "callbacks": callbacks,
+    }
     trainer = Trainer(**quiet, devices=4, strategy=strategy, plugins=[Ranks()])
     try:
         trainer.fit(module, DataLoader(2 * ROWS, 2))  # type: ignore[arg-type]
@@ -228,11 +266,16 @@ def fit_with_an_odd_rank(_: Any, is_raising: bool, hook: str = "", folder: str =
 
 def test_what_one_rank_raises_or_asks_for_all_do(pool):
     told = "PeerMismatch: rank 3 failed: OSError: out of paper"
-    assert pool.run(fit_with_an_odd_rank, 4, True) == [(told, 3)] * 3 + [("OSError: out of paper", 3)]
+    assert pool.run(fit_with_an_odd_rank, 4, True) == [(told, 3)] * 3 + [
+        ("OSError: out of paper", 3)
+    ]
     assert pool.run(fit_with_an_odd_rank, 4, False) == [("", 3)] * 4
 
 
-@pytest.mark.parametrize("hook", ["on_after_backward", *long("on_before_backward", "on_before_optimizer_step")])
+@pytest.mark.parametrize(
+    "hook",
+    ["on_after_backward", *long("on_before_backward", "on_before_optimizer_step")],
+)
 def test_what_a_callback_of_one_rank_raises_all_raise_and_save(pool, tmp_path, hook):
     told = "PeerMismatch: rank 3 failed: OSError: out of paper"
     expected = [(told, 3)] * 3 + [("OSError: out of paper", 3)]
@@ -246,8 +289,14 @@ class NotOnRing(Module):
         pass
 
 
-def refused(mesh: Any, sizes: dict[str, Any], kind: Any, precision: Any, callback: Any) -> str:
-    options = {"strategy": RingStrategy(**sizes), "precision": precision, "callbacks": callback()}
+def refused(
+    mesh: Any, sizes: dict[str, Any], kind: Any, precision: Any, callback: Any
+) -> str:
+    options = {
+        "strategy": RingStrategy(**sizes),
+        "precision": precision,
+        "callbacks": callback(),
+    }
     trainer = Trainer(**QUIET, devices=4, plugins=[Ranks()], **options)
     with pytest.raises(rs.RingspanError) as caught:
         trainer.fit(kind(), DataLoader(ROWS, 2))  # type: ignore[arg-type]
@@ -257,11 +306,41 @@ def refused(mesh: Any, sizes: dict[str, Any], kind: Any, precision: Any, callbac
 @pytest.mark.parametrize(
     ("sizes", "kind", "precision", "callback", "message"),
     [
-        ({"ring": 3}, Module, 32, list, "replicate 1 x ring 3 must equal the world size 4"),
-        ({}, Module, "bf16-true", list, "precision='bf16-true' converts weights that are split already"),
-        ({}, NotOnRing, 32, list, "there is no model on the ring in this module; put it there in configure_model"),
-        ({}, Module, 32, partial(StochasticWeightAveraging, 0.1), "StochasticWeightAveraging copies whole weights"),
-        ({}, Module, 32, EMAWeightAveraging, "EMAWeightAveraging copies whole weights, which are split on a ring"),
+        (
+            {"ring": 3},
+            Module,
+            32,
+            list,
+            "replicate 1 x ring 3 must equal the world size 4",
+        ),
+        (
+            {},
+            Module,
+            "bf16-true",
+            list,
+            "precision='bf16-true' converts weights that are split already",
+        ),
+        (
+            {},
+            NotOnRing,
+            32,
+            list,
+            "there is no model on the ring in this module; put it there in configure_model",
+        ),
+        (
+            {},
+            Module,
+            32,
+            partial(StochasticWeightAveraging, 0.1),
+            "StochasticWeightAveraging copies whole weights",
+        ),
+        (
+            {},
+            Module,
+            32,
+            EMAWeightAveraging,
+            "EMAWeightAveraging copies whole weights, which are split on a ring",
+        ),
         (
             {},
             Module,
@@ -271,7 +350,9 @@ def refused(mesh: Any, sizes: dict[str, Any], kind: Any, precision: Any, callbac
         ),
     ],
 )
-def test_what_would_not_be_exact_is_refused(pool, sizes, kind, precision, callback, message):
+def test_what_would_not_be_exact_is_refused(
+    pool, sizes, kind, precision, callback, message
+):
     for said in pool.run(refused, 4, sizes, kind, precision, callback):
         assert message in said and "\n" not in said
 
@@ -290,16 +371,23 @@ def predicted(mesh: Any, examples: int, batch_size: int, limit: float = 1.0) -> 
 def test_predictions_that_replicas_would_split_are_refused(pool):
     for outcome in pool.outcomes(predicted, 4, 5, 1):
         assert isinstance(outcome, rs.UnsupportedError), outcome
-        assert str(outcome).startswith("predict: 5 examples in batches of 1 do not come out even on 2 replicas")
-        assert "give 4 or 6 examples, or limit_predict_batches=2, or use RingStrategy(replicate=1)" in str(outcome)
-    first, *_ = pool.outcomes(predicted, 4, 1, 1)  # on a replica without examples Lightning's sampler has raised
+        assert str(outcome).startswith(
+            "predict: 5 examples in batches of 1 do not come out even on 2 replicas"
+        )
+        assert (
+            "give 4 or 6 examples, or limit_predict_batches=2, or use RingStrategy(replicate=1)"
+            in str(outcome)
+        )
+    # on a replica without examples Lightning's sampler has raised
+    first, *_ = pool.outcomes(predicted, 4, 1, 1)
     assert "give 2 examples, or use" in str(first)
     assert pool.run(predicted, 4, 7, 2) == [[2, 2], [2, 2], [2, 1], [2, 1]]
 
 
 def test_predictions_are_counted_up_to_their_limit(pool):
+    # one of two batches, two of three
     assert pool.run(predicted, 4, 5, 1, 2) == [[1, 1]] * 4
-    for outcome in pool.outcomes(predicted, 4, 5, 1, 0.67):  # one of two batches, two of three
+    for outcome in pool.outcomes(predicted, 4, 5, 1, 0.67):
         assert isinstance(outcome, rs.UnsupportedError), outcome
     assert pool.run(predicted, 4, 5, 1, 0.5) == [[1]] * 4
 

@@ -19,10 +19,7 @@ class Changed(SourceFileLoader):
     mutant: Mutant
 
     def get_data(self, path: str) -> bytes:
-        source = Path(self.path).read_text()
-        count = source.count(self.mutant.old)
-        assert count == 1, f"{self.mutant.name}: the code it changes occurs {count} times in {self.mutant.file}"
-        return source.replace(self.mutant.old, self.mutant.new).encode()
+        return self.mutant.change(Path(self.path).read_text()).encode()
 
     def path_stats(self, path: str) -> dict[str, int]:
         raise OSError("no cached bytecode")
@@ -50,7 +47,12 @@ def change(mutant: Mutant) -> None:
     Python imports a module named ``sitecustomize`` first, wherever it is on its path; ours calls ``change_as_parent``.
     """
     os.environ[_VARIABLE] = mutant.name
-    paths = [str(Path(__file__).parent / "site"), str(ROOT), str(SOURCE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(Path(__file__).parent / "site"),
+        str(ROOT),
+        str(SOURCE.parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.meta_path.insert(0, Finder(mutant))
 
@@ -59,4 +61,6 @@ def change_as_parent() -> None:
     """Change what the process that started this one changes, if it does."""
     name = os.environ.get(_VARIABLE)
     if name:
-        sys.meta_path.insert(0, Finder(next(mutant for mutant in MUTANTS if mutant.name == name)))
+        sys.meta_path.insert(
+            0, Finder(next(mutant for mutant in MUTANTS if mutant.name == name))
+        )

@@ -21,10 +21,27 @@ from tests.mutants.change import ROOT, change
 from tests.mutants.mutants import Mutant, chosen
 
 # Half of what a short test takes; and warnings as errors, which ranks would inherit.
-NOT_NEEDED = "cacheprovider", "anyio", "unraisableexception", "threadexception", "warnings"
+NOT_NEEDED = (
+    "cacheprovider",
+    "anyio",
+    "unraisableexception",
+    "threadexception",
+    "warnings",
+)
 IMPORTED = (
-    *("hypothesis.strategies", "numpy", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
-    *("transformers.models.llama.modeling_llama", "datasets", "peft", "trl", "trl.experimental.orpo"),
+    *(
+        "hypothesis.strategies",
+        "numpy",
+        "torch.distributed.fsdp",
+        "torch.distributed.launcher.api",
+    ),
+    *(
+        "transformers.models.llama.modeling_llama",
+        "datasets",
+        "peft",
+        "trl",
+        "trl.experimental.orpo",
+    ),
 )
 
 
@@ -36,19 +53,29 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
         # Whether it fails is all that is asked: neither why nor with which values.
         # A bug may make ranks wait for each other; sound code is only slow, on a machine that others use too.
         seconds = 50 if mutant else 600
-        options = ["-x", f"--timeout={seconds}", "--tb=no", "--assert=plain", "-m", "not long"]
+        options = [
+            "-x",
+            f"--timeout={seconds}",
+            "--tb=no",
+            "--assert=plain",
+            "-m",
+            "not long",
+        ]
         options += [f"-pno:{plugin}" for plugin in NOT_NEEDED]
         code = 99
         try:
             if mutant:
                 change(mutant)
-                options.append("--hypothesis-profile=unshrunk")  # that an example fails is enough
+                # that an example fails is enough
+                options.append("--hypothesis-profile=unshrunk")
             else:
                 os.environ["RINGSPAN_FUZZ"] = "0.05"
             from tests.pool import Pool  # now, for it imports ringspan
 
             Pool.start_method = "forkserver" if torch.cuda.is_available() else "fork"
-            code = int(pytest.main([*(str(ROOT / "tests" / test) for test in tests), *options]))
+            code = int(
+                pytest.main([*(str(ROOT / "tests" / test) for test in tests), *options])
+            )
         finally:
             os._exit(code)
     return process
@@ -60,13 +87,16 @@ def main() -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     sound = sorted({mutant.test for mutant in chosen()})
-    runs: list[tuple[str, list[str], Mutant | None]] = [(mutant.name, [mutant.test], mutant) for mutant in chosen()]
+    runs: list[tuple[str, list[str], Mutant | None]] = [
+        (mutant.name, [mutant.test], mutant) for mutant in chosen()
+    ]
     half = len(sound) // 2
     runs += [("0", sound[:half], None), ("1", sound[half:], None)]
     verdicts: dict[str, int] = {}
     under_way: dict[int, str] = {}
     while runs or under_way:
-        while runs and len(under_way) <= (os.cpu_count() or 1):  # one more, for some wait
+        # one more, for some wait
+        while runs and len(under_way) <= (os.cpu_count() or 1):
             name, tests, mutant = runs.pop()
             under_way[start(tests, mutant)] = name
         process, status = os.wait()

@@ -15,16 +15,30 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 def row_of(shape: ModelShape) -> dict[str, Any]:
     """A shape as the file has it: its distinct layers and their order, without what is as usual."""
     distinct = [*dict.fromkeys(shape.kinds)]
-    rows = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name not in ("name", "config")}
+    rows = {
+        field.name: getattr(shape, field.name)
+        for field in fields(shape)
+        if field.name not in ("name", "config")
+    }
     rows |= {"kinds": [_given(kind) for kind in distinct]}
     usual = {field.name: field.default for field in fields(shape)}
     order = "".join(_DIGITS[distinct.index(kind)] for kind in shape.kinds)
-    return {name: value for name, value in rows.items() if value != usual[name]} | {"order": order}
+    return {name: value for name, value in rows.items() if value != usual[name]} | {
+        "order": order
+    }
 
 
 def _given(kind: Any) -> dict[str, Any]:
-    usual = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    return {name: value for name, value in asdict(kind).items() if name not in usual or value != usual[name]}
+    usual = {
+        field.name: field.default
+        for field in fields(kind)
+        if field.default is not MISSING
+    }
+    return {
+        name: value
+        for name, value in asdict(kind).items()
+        if name not in usual or value != usual[name]
+    }
 
 
 def main() -> None:

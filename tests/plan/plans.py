@@ -32,7 +32,10 @@ _NAMES: Final = [
 
 def windowed(shape: ModelShape, *windows: int | None) -> ModelShape:
     """A shape whose layers have these windows in turn."""
-    kinds = (replace(kind, window=windows[at % len(windows)]) for at, kind in enumerate(shape.kinds))
+    kinds = (
+        replace(kind, window=windows[at % len(windows)])
+        for at, kind in enumerate(shape.kinds)
+    )
     return replace(shape, kinds=tuple(kinds))
 
 
@@ -45,10 +48,28 @@ _LENGTHS: Final = (1, 4096, 32_768, 131_072, 1_000_003, 1 << 20, 1 << 23, 1 << 2
 # As often as each is here: most people give no route.
 _ROUTES: Final = (
     *("auto",) * 12,
-    *("ring", "bidirectional", "double-ring:4", "all-gather", "pass-q", "ulysses", "ulysses:4", "ulysses:2+all-gather"),
+    *(
+        "ring",
+        "bidirectional",
+        "double-ring:4",
+        "all-gather",
+        "pass-q",
+        "ulysses",
+        "ulysses:4",
+        "ulysses:2+all-gather",
+    ),
 )
 _SETTING: Final = (
-    *("ring", "replicate", "tp", "batch", "layout", "route", "checkpoint", "layers_per_checkpoint"),
+    *(
+        "ring",
+        "replicate",
+        "tp",
+        "batch",
+        "layout",
+        "route",
+        "checkpoint",
+        "layers_per_checkpoint",
+    ),
     *("feedforward_tokens", "offload", "optimizer_on_host"),
 )
 
@@ -72,7 +93,9 @@ def questions() -> Iterator[list[Any]]:
 
 def answer(asked: list[Any]) -> list[Any]:
     """The plan in numbers, or the kind of its error. Bytes are exact, times have six digits."""
-    shape, device, devices, per_node, length, batch, dtype, parameter_dtype, route = asked
+    shape, device, devices, per_node, length, batch, dtype, parameter_dtype, route = (
+        asked
+    )
     kind = DEVICES[device]
     try:
         question = Question(
@@ -104,17 +127,26 @@ def _in_numbers(plan: Plan) -> list[Any]:
         list(result["bytes"].values()),
         result["host_bytes"],
         list(result["link_bytes_per_step"].values()),
-        [float(f"{value:.6g}") for value in (cost.seconds, cost.compute_seconds, cost.flops, cost.mfu)],
+        [
+            float(f"{value:.6g}")
+            for value in (cost.seconds, cost.compute_seconds, cost.flops, cost.mfu)
+        ],
     ]
 
 
 def _fields(setting: Setting) -> list[Any]:
-    return [int(value) if isinstance(value := getattr(setting, name), bool) else value for name in _SETTING]
+    return [
+        int(value) if isinstance(value := getattr(setting, name), bool) else value
+        for name in _SETTING
+    ]
 
 
 def main() -> None:
     asked = list(questions())
-    lines = (json.dumps(row, separators=(",", ":")) for row in zip(asked, answers(asked), strict=True))
+    lines = (
+        json.dumps(row, separators=(",", ":"))
+        for row in zip(asked, answers(asked), strict=True)
+    )
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 

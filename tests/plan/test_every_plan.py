@@ -29,14 +29,25 @@ def check(plan):
     json.dumps(result, allow_nan=False)
     assert all(num_bytes >= 0 for num_bytes in result["bytes"].values())
     assert sum(result["bytes"].values()) == result["peak_bytes"] > 0
-    assert all(num_bytes >= 0 for num_bytes in (*result["link_bytes_per_step"].values(), result["host_bytes"]))
-    assert 0 < result["mfu"] < 1 and result["tokens_per_second"] > 0 and result["flops_per_step"] > 0
+    assert all(
+        num_bytes >= 0
+        for num_bytes in (*result["link_bytes_per_step"].values(), result["host_bytes"])
+    )
+    assert (
+        0 < result["mfu"] < 1
+        and result["tokens_per_second"] > 0
+        and result["flops_per_step"] > 0
+    )
     assert 0 < plan.cost.compute_seconds <= plan.cost.seconds * (1 + 1e-9)
     mesh = result["mesh"]
     assert (
-        mesh["replicate"] * mesh["ring"] * mesh["tp"] == plan.question.devices and mesh["ring"] % mesh["ulysses"] == 0
+        mesh["replicate"] * mesh["ring"] * mesh["tp"] == plan.question.devices
+        and mesh["ring"] % mesh["ulysses"] == 0
     )
-    assert result["micro_steps"] * result["micro_batch"] * mesh["replicate"] == plan.question.batch
+    assert (
+        result["micro_steps"] * result["micro_batch"] * mesh["replicate"]
+        == plan.question.batch
+    )
     if result["fits"]:
         assert result["peak_bytes"] <= plan.question.device.memory_bytes
         assert result["max_length_tokens"] >= plan.question.length
@@ -51,20 +62,33 @@ def check_text(plan, result, monkeypatch, capsys):
     show(plan, result, shown_mesh(result))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"fits: {'yes' if result['fits'] else 'no'}, ")
-    assert lines[1].startswith("a step: ") and lines[2].startswith("longest sequence that fits: ")
+    assert lines[1].startswith("a step: ") and lines[2].startswith(
+        "longest sequence that fits: "
+    )
     assert [line for line in lines if len(line) > 80] == []
     facts = lines[lines.index("how to run it") : lines.index("why")]
-    assert [line for line in facts if re.match(" {5}", line)] == [], "a value goes on below itself"
-    assert not re.search(r"\bnan\b|\binf\b|(?<!\w)-\d|\b0\.0+ ", "\n".join(lines[: lines.index("why")])), lines
+    assert [line for line in facts if re.match(" {5}", line)] == [], (
+        "a value goes on below itself"
+    )
+    assert not re.search(
+        r"\bnan\b|\binf\b|(?<!\w)-\d|\b0\.0+ ", "\n".join(lines[: lines.index("why")])
+    ), lines
 
 
 @pytest.mark.parametrize("index", few(range(len(DEVICES)), 3))
 def test_every_device_and_every_model(monkeypatch, capsys, index):
-    device, model = list(DEVICES.values())[index], list(MODELS.values())[index % len(MODELS)]
+    device, model = (
+        list(DEVICES.values())[index],
+        list(MODELS.values())[index % len(MODELS)],
+    )
     length = LENGTHS[1 + index % (len(LENGTHS) - 1)]
     devices = DEVICE_COUNTS[index % len(DEVICE_COUNTS)]
     batch = devices if index % 2 else 1
-    plan = make_plan(Question(shape=model, device=device, devices=devices, length=length, batch=batch))
+    plan = make_plan(
+        Question(
+            shape=model, device=device, devices=devices, length=length, batch=batch
+        )
+    )
     check_text(plan, check(plan), monkeypatch, capsys)
 
 
@@ -87,11 +111,20 @@ def test_the_largest_question(monkeypatch, capsys):
 )
 def test_any_question(shape, device, devices, length, batch, dtype):
     try:
-        question = Question(shape=shape, device=device, devices=devices, length=length, batch=batch, dtype=dtype)
+        question = Question(
+            shape=shape,
+            device=device,
+            devices=devices,
+            length=length,
+            batch=batch,
+            dtype=dtype,
+        )
         plan = make_plan(question)
     except RingspanError as error:
         assert "\n" not in str(error) and "cannot be shared" in str(error)
-        assert length < 2 * devices or batch % devices, "there is always a ring of all devices"
+        assert length < 2 * devices or batch % devices, (
+            "there is always a ring of all devices"
+        )
         return
     check(plan)
 
@@ -101,7 +134,10 @@ ROWS = json.loads(FILE.read_text())
 
 def test_the_questions_are_those_of_the_file():
     assert [asked for asked, _ in ROWS] == list(questions())
-    assert len(ROWS) == COUNT and sum(len(answered) > 1 for _, answered in ROWS) > COUNT // 2
+    assert (
+        len(ROWS) == COUNT
+        and sum(len(answered) > 1 for _, answered in ROWS) > COUNT // 2
+    )
 
 
 @pytest.mark.parametrize("number", range(0, COUNT, 70))

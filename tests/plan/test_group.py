@@ -23,19 +23,32 @@ def test_a_tree_is_planned_by_its_own_tokens_and_pairs():
     tree, rows = ways["tree"], ways["rows"]
     assert (tree["tokens"], rows["tokens"]) == (2 * 4096, 2 * 8 * 3200)
     mask = rs.tree([3072, *[128] * 8], [-1, *[0] * 8])
-    assert tree["pairs"] == 2 * make_schedule(rs.Layout("contiguous", 4096, 1), mask, 0).num_pairs
+    assert (
+        tree["pairs"]
+        == 2 * make_schedule(rs.Layout("contiguous", 4096, 1), mask, 0).num_pairs
+    )
     assert rows["pairs"] == 2 * 8 * 3200 * 3201 // 2
     one = make_plan(question(batch=16, length=3200))
-    assert rows["step_seconds"] == one.cost.seconds and rows["peak_bytes"] == one.memory.peak_bytes
+    assert (
+        rows["step_seconds"] == one.cost.seconds
+        and rows["peak_bytes"] == one.memory.peak_bytes
+    )
     assert tree["step_seconds"] < rows["step_seconds"] / 3
     plain = make_plan(question(batch=2, length=4096))
-    assert tree["peak_bytes"] <= training_memory(plain.question.shape, plain.setting).peak_bytes
+    assert (
+        tree["peak_bytes"]
+        <= training_memory(plain.question.shape, plain.setting).peak_bytes
+    )
     assert tree["micro_batch"] == 1
 
 
 def test_a_tree_may_be_too_long_for_what_holds_a_row():
     ways = compare_group(question(parameter_dtype="bfloat16"), 64, 400_000, 100_000)
-    assert ways["rows"]["fits"] and not ways["tree"]["fits"] and ways["tree"]["step_seconds"] is None
+    assert (
+        ways["rows"]["fits"]
+        and not ways["tree"]["fits"]
+        and ways["tree"]["step_seconds"] is None
+    )
 
 
 def test_the_command_prints_both_ways():
@@ -49,5 +62,8 @@ def test_the_command_prints_both_ways():
 def test_a_model_with_an_index_is_named():
     """Its keys are chosen from one range for each query, which those of a tree are not."""
     shape = from_config(config("glm_moe_dsa").to_dict(), "indexed")
-    with pytest.raises(UnsupportedError, match=r"--group 4: indexed chooses its keys by an index.*leave --group out"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"--group 4: indexed chooses its keys by an index.*leave --group out",
+    ):
         compare_group(replace(question(), shape=shape), 4, 1000, 100)

@@ -30,7 +30,9 @@ from ringspan.train.config.load import load_config
 from tests.every_model.hybrids import hybrid_config
 from tests.torch.models import config
 
-MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
+MINIMAL = (
+    '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
+)
 SETTINGS = {
     "plain": Setting(length=4096, checkpoint="none", feedforward_chunk_tokens=0),
     "ring": Setting(length=1 << 20, ring=8, route="bidirectional", feedforward_chunk_tokens=FREE_CHUNK_TOKENS),
@@ -44,8 +46,16 @@ SETTINGS = {
 
 
 def question_for(setting, **changes):
-    asked = {"devices": setting.devices, "length": setting.length, "batch": 2 * setting.replicate * setting.batch}
-    asked |= {"shape": MODELS["llama-3.1-8b"], "device": device("h100"), "dtype": setting.compute_dtype}
+    asked = {
+        "devices": setting.devices,
+        "length": setting.length,
+        "batch": 2 * setting.replicate * setting.batch,
+    }
+    asked |= {
+        "shape": MODELS["llama-3.1-8b"],
+        "device": device("h100"),
+        "dtype": setting.compute_dtype,
+    }
     return Question(**asked | changes)
 
 
@@ -53,24 +63,34 @@ def loaded(folder, question, setting):
     """The configuration that the tables give with the least of [model] and [data], started as the plan says."""
     path = folder / "run.toml"
     path.write_text(f"{MINIMAL}\n{toml_tables(question, setting)}\n")
-    words = shlex.split(train_command(question, setting, "run.toml").replace("\\\n", ""))
+    words = shlex.split(
+        train_command(question, setting, "run.toml").replace("\\\n", "")
+    )
     return load_config(path, [word for word in words if "=" in word]), words
 
 
 def check(folder, question, setting):
     config, words = loaded(folder, question, setting)
-    assert config.data.sequence_length_tokens == setting.length and config.model.dtype == setting.compute_dtype
+    assert (
+        config.data.sequence_length_tokens == setting.length
+        and config.model.dtype == setting.compute_dtype
+    )
     assert config.resolve_mesh(question.devices) == (setting.replicate, setting.ring)
     assert (config.mesh.tp, config.attention.layout, config.attention.route) == (
-        setting.tp, setting.layout, setting.route,
-    )  # fmt: skip
+        setting.tp,
+        setting.layout,
+        setting.route,
+    )
     memory, optimizer = config.memory, config.optimizer
     assert memory.checkpoint == setting.checkpoint and memory.offload == setting.offload
-    assert (1 if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint) == (
-        setting.layers_per_checkpoint
-    )
+    assert (
+        1 if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+    ) == (setting.layers_per_checkpoint)
     chunk = memory.feedforward_chunk_tokens
-    assert replace(setting, feedforward_chunk_tokens=chunk).feedforward_tokens == setting.feedforward_tokens
+    assert (
+        replace(setting, feedforward_chunk_tokens=chunk).feedforward_tokens
+        == setting.feedforward_tokens
+    )
     assert optimizer.on_host == setting.optimizer_on_host
     sequences = optimizer.batch_size * optimizer.accumulation_steps * setting.replicate
     assert sequences == question.batch and optimizer.batch_size == setting.batch
@@ -86,18 +106,24 @@ def run(setting):
         signature = inspect.signature(getattr(rs, name))
 
         def call(*args, **kwargs):
-            signature.bind(*args, **kwargs)  # TypeError for a keyword that the function does not have
+            # TypeError for a keyword that the function does not have
+            signature.bind(*args, **kwargs)
             calls[name] = kwargs
             return name
 
         return call
 
     code = python_call(setting).replace("import ringspan as rs\n", "")
-    rings = types.SimpleNamespace(**{name: record(name) for name in ("init_mesh", "parallelize", "shard_batch")})
+    rings = types.SimpleNamespace(
+        **{name: record(name) for name in ("init_mesh", "parallelize", "shard_batch")}
+    )
     values = {"rs": rings, "model": torch.nn.Linear(1, 1), "batch": {}}
     made = []
     rings.HostAdamW = HostAdamW
-    exec(code.replace("rs.HostAdamW(model.parameters())", "made.append(rs.HostAdamW)"), values | {"made": made})
+    exec(
+        code.replace("rs.HostAdamW(model.parameters())", "made.append(rs.HostAdamW)"),
+        values | {"made": made},
+    )
     return calls, made
 
 
@@ -111,12 +137,19 @@ def test_the_call_has_only_parameters_that_there_are(setting):
     calls, made = run(setting)
     assert calls["init_mesh"] == {
         axis: size
-        for axis, size in (("ring", setting.ring), ("replicate", setting.replicate), ("tp", setting.tp))
+        for axis, size in (
+            ("ring", setting.ring),
+            ("replicate", setting.replicate),
+            ("tp", setting.tp),
+        )
         if axis == "ring" or size > 1
     }
     options = calls["parallelize"]
     assert options["layout"] == calls["shard_batch"]["layout"] == setting.layout
-    assert options["route"] == setting.route and options["checkpoint"] == setting.checkpoint
+    assert (
+        options["route"] == setting.route
+        and options["checkpoint"] == setting.checkpoint
+    )
     assert options["compute_dtype"] == getattr(torch, setting.compute_dtype)
     assert options.get("offload", "none") == setting.offload
     assert options.get("layers_per_checkpoint", 1) == setting.layers_per_checkpoint
@@ -124,11 +157,18 @@ def test_the_call_has_only_parameters_that_there_are(setting):
 
 
 @pytest.mark.parametrize(
-    ("devices", "length", "batch"), [(8, 131_072, 1), (8, 1 << 22, 1), (16, 8192, 64), (1, 4096, 2), (8, 1 << 24, 1)]
+    ("devices", "length", "batch"),
+    [(8, 131_072, 1), (8, 1 << 22, 1), (16, 8192, 64), (1, 4096, 2), (8, 1 << 24, 1)],
 )
 def test_what_is_planned_can_be_run(tmp_path, devices, length, batch):
     plan = make_plan(
-        Question(shape=MODELS["llama-3.2-1b"], device=device("a100-40gb"), devices=devices, length=length, batch=batch)
+        Question(
+            shape=MODELS["llama-3.2-1b"],
+            device=device("a100-40gb"),
+            devices=devices,
+            length=length,
+            batch=batch,
+        )
     )
     check(tmp_path, plan.question, plan.setting)
     run(plan.setting)
@@ -156,13 +196,28 @@ class Axis:
 
 def asked(shape, devices):
     """The questions of a grid of options, and a message for each that cannot be planned."""
-    routes = "auto", "ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2+all-gather"
+    routes = (
+        "auto",
+        "ring",
+        "bidirectional",
+        "double-ring:2",
+        "all-gather",
+        "pass-q",
+        "ulysses",
+        "ulysses:2+all-gather",
+    )
     for route, comm_dtype, folds in product(routes, COMM_DTYPE_NAMES, (1, 2, 8)):
         with suppress(RingspanError):
             question = Question(
-                shape=shape, device=device("h100"), devices=devices, length=4096, batch=devices, route=route,
-                comm_dtype=comm_dtype, folds=folds,
-            )  # fmt: skip
+                shape=shape,
+                device=device("h100"),
+                devices=devices,
+                length=4096,
+                batch=devices,
+                route=route,
+                comm_dtype=comm_dtype,
+                folds=folds,
+            )
             meshes(question)
             yield question
 
@@ -171,9 +226,15 @@ def settings_of(question):
     """Every mesh, route and layout that a plan considers, and of plans that choose the route every policy."""
     every = policies(question)
     for mesh in meshes(question):
-        ways = [replace(mesh, route=r, layout=y) for r, y in product(routes(question, mesh), layouts(mesh.ring))]
+        ways = [
+            replace(mesh, route=r, layout=y)
+            for r, y in product(routes(question, mesh), layouts(mesh.ring))
+        ]
         yield from (replace(way, **every[0]) for way in ways)
-        yield from (replace(ways[0], **policy) for policy in (every if question.route == "auto" else every[-1:]))
+        yield from (
+            replace(ways[0], **policy)
+            for policy in (every if question.route == "auto" else every[-1:])
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "glm_moe_dsa", "qwen3_next"])
@@ -190,7 +251,11 @@ def test_parallelize_takes_every_call_of_the_grid(kind):
             tried.add(text)
             calls, _ = run(setting)
             options = calls["parallelize"] | {"compute_dtype": setting.compute_dtype}
-            check_options(view, Axis(**{"tp": 1, "replicate": 1} | calls["init_mesh"]), StepConfig(**options))
+            check_options(
+                view,
+                Axis(**{"tp": 1, "replicate": 1} | calls["init_mesh"]),
+                StepConfig(**options),
+            )
     assert len(tried) > 20
 
 

@@ -13,14 +13,25 @@ pytest.importorskip("matplotlib")
 def row(length: int, accuracy: float, depth: float | None = None) -> dict[str, float]:
     where = {} if depth is None else {"depth": depth}
     return {
-        "length": length, **where, "accuracy": accuracy, "low": accuracy * 0.9, "high": 0.1 + accuracy * 0.9,
+        "length": length,
+        **where,
+        "accuracy": accuracy,
+        "low": accuracy * 0.9,
+        "high": 0.1 + accuracy * 0.9,
         "items": 20,
-    }  # fmt: skip
+    }
 
 
 def result(model: str, rows: list[dict[str, float]]) -> dict[str, object]:
     skipped = [{"length": 65536, "why": "the model has 8,192 positions"}]
-    return {"task": "lines", "model": model, "rows": rows, "skipped": skipped, "seed": 3, "records": "r.jsonl"}
+    return {
+        "task": "lines",
+        "model": model,
+        "rows": rows,
+        "skipped": skipped,
+        "seed": 3,
+        "records": "r.jsonl",
+    }
 
 
 CURVES = [
@@ -28,7 +39,14 @@ CURVES = [
     result("runs/tuned", [row(1024, 1.0), row(4096, 0.95)]),
 ]
 MAPS = [
-    result(model, [row(length, start + depth / 2, depth) for length in (1024, 4096) for depth in (0.0, 1.0)])
+    result(
+        model,
+        [
+            row(length, start + depth / 2, depth)
+            for length in (1024, 4096)
+            for depth in (0.0, 1.0)
+        ],
+    )
     for model, start in (("runs/base", 0.3), ("runs/tuned", 0.5))
 ]
 
@@ -36,12 +54,17 @@ MAPS = [
 def losses(model: str, first: float, change: float) -> dict[str, object]:
     rows = [
         {
-            "start": start, "length": stop, "loss": loss, "bits_per_byte": loss / 3, "low": loss - 0.25,
-            "high": loss + 0.25, "items": 8,
+            "start": start,
+            "length": stop,
+            "loss": loss,
+            "bits_per_byte": loss / 3,
+            "low": loss - 0.25,
+            "high": loss + 0.25,
+            "items": 8,
         }
         for at, (start, stop) in enumerate(((1, 64), (64, 1024), (1024, 4096)))
         for loss in [first + change * at]
-    ]  # fmt: skip
+    ]
     return {**result(model, []), "task": "perplexity", "rows": rows}
 
 
@@ -67,14 +90,18 @@ SEEN = """() => {
 }"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page is not drawn")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on this machine: the page is not drawn"
+)
 @pytest.mark.parametrize(
     ("results", "texts", "pointed", "curves"),
     [
         pytest.param(
             CURVES,
             {"accuracy", "length (tokens)", "1K", "4K", "0%", "100%"},
-            ["1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"],
+            [
+                "1,024 tokens. base: 50.0% (45.0% to 55.0%), n = 20; tuned: 100.0% (90.0% to 100.0%), n = 20"
+            ],
             2,
             id="curves",
         ),
@@ -91,7 +118,15 @@ SEEN = """() => {
         ),
         pytest.param(
             LOSSES,
-            {"loss (nats per token)", "position (tokens)", "64", "1K", "4K", "2.0", "3.0"},
+            {
+                "loss (nats per token)",
+                "position (tokens)",
+                "64",
+                "1K",
+                "4K",
+                "2.0",
+                "3.0",
+            },
             [
                 "64 tokens. base: 3.0000 (2.7500 to 3.2500), n = 8; tuned: 2.7500 (2.5000 to 3.0000), n = 8",
                 "4,096 tokens. base: 4.0000 (3.7500 to 4.2500), n = 8; tuned: 1.7500 (1.5000 to 2.0000), n = 8",
@@ -106,28 +141,37 @@ def test_the_page_works_in_a_browser(tmp_path, results, texts, pointed, curves):
     page, said = tmp_path / "page.html", []
     write_page(results, page, "ringspan eval lines base tuned --lengths 1024,4096")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox"]
+        )
         opened = browser.new_page(viewport={"width": 1280, "height": 1400})
         opened.on("console", lambda message: said.append(message.text))
         opened.on("pageerror", lambda error: said.append(str(error)))
         opened.goto(page.as_uri())
         seen = opened.evaluate(SEEN)
-        skipped = opened.get_by_text("Skipped: 65,536 tokens, the model has 8,192 positions.").count()
+        skipped = opened.get_by_text(
+            "Skipped: 65,536 tokens, the model has 8,192 positions."
+        ).count()
         seeds = opened.get_by_text(", seed 3").count()
         browser.close()
 
-    assert seeds == (0 if results is LOSSES else len(results))  # documents are not drawn
+    # documents are not drawn
+    assert seeds == (0 if results is LOSSES else len(results))
     assert said == [] and seen["hidden"] == 0
     assert texts | {"base", "tuned"} <= set(seen["texts"])
     assert len(set(seen["curves"])) == curves
     assert set(pointed) <= set(seen["pointed"])
     cells = [row for result in results for row in result["rows"]]
-    assert len(seen["pointed"]) == (len(cells) if not curves else len({row["length"] for row in cells}))
+    assert len(seen["pointed"]) == (
+        len(cells) if not curves else len({row["length"] for row in cells})
+    )
     assert skipped == len(results)
 
 
 def test_a_picture_of_curves_is_a_file_of_its_own(tmp_path):
     save_picture(CURVES, tmp_path / "lines.svg")
     drawn = ElementTree.parse(tmp_path / "lines.svg").getroot()
-    kinds = [group.get("class") for group in drawn.iter("{http://www.w3.org/2000/svg}g")]
+    kinds = [
+        group.get("class") for group in drawn.iter("{http://www.w3.org/2000/svg}g")
+    ]
     assert kinds.count("curve") == 2 and kinds.count("dot") == 4

@@ -18,7 +18,11 @@ def in_float64(kind: type) -> dict[str, Any]:
     module = sys.modules[kind.__module__]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()
-    source = re.sub(r"\btorch\.float(32)?\b", "torch.float64", source.replace(".float()", ".double()"))
+    source = re.sub(
+        r"\btorch\.float(32)?\b",
+        "torch.float64",
+        source.replace(".float()", ".double()"),
+    )
     # Of equal scores torch takes any; which one may depend on the length of the row.
     ordered = r"\1.sort(dim=\3, descending=True, stable=True).indices.narrow(\3, 0, \2)"
     source = re.sub(r"(\w*scores)\.topk\((.+), dim=(-?\d)\)\.indices", ordered, source)

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+)
 
 import ringspan as rs
 
@@ -63,20 +68,38 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def config(kind: str, **changes: Any) -> PretrainedConfig:
     if kind == "gemma3":  # that takes images too
         text = config("gemma3_text", **changes).to_dict()
-        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        return AutoConfig.for_model(kind, text_config=text, vision_config=vision | {"image_size": 32, "patch_size": 16})
-    return AutoConfig.for_model(kind.partition("-")[0], **_SIZES | _OPTIONS.get(kind, {}) | changes)
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        return AutoConfig.for_model(
+            kind,
+            text_config=text,
+            vision_config=vision | {"image_size": 32, "patch_size": 16},
+        )
+    return AutoConfig.for_model(
+        kind.partition("-")[0], **_SIZES | _OPTIONS.get(kind, {}) | changes
+    )
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     auto = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
-    attention = "eager" if kind in ("gpt_oss", "gemma2", "deepseek_v3", "llama4_text", "t5") else "sdpa"
-    model = auto.from_config(config(kind, **changes), attn_implementation=attention).float()
+    attention = (
+        "eager"
+        if kind in ("gpt_oss", "gemma2", "deepseek_v3", "llama4_text", "t5")
+        else "sdpa"
+    )
+    model = auto.from_config(
+        config(kind, **changes), attn_implementation=attention
+    ).float()
     if kind == "llama4_text":  # its experts are left uninitialised
         for parameter in model.parameters():
+            # it does not scale scores: rounding grows twentyfold in a model that has not learnt to
             torch.nn.init.normal_(parameter, std=0.05)
-    if kind == "gemma4_text":  # it does not scale scores: rounding grows twentyfold in a model that has not learnt to
+    if kind == "gemma4_text":
         for name, parameter in model.named_parameters():
             if name.endswith("q_norm.weight"):
                 torch.nn.init.constant_(parameter, len(parameter) ** -0.5)
@@ -84,7 +107,9 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 97, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def whole(gradient: Tensor) -> Tensor:
@@ -92,7 +117,10 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else whole(p.grad)
+        for name, p in model.named_parameters()
+    }
 
 
 def step(model: Any, mesh: DeviceMesh | None = None, length: int = 37) -> Any:
@@ -104,14 +132,18 @@ def step(model: Any, mesh: DeviceMesh | None = None, length: int = 37) -> Any:
     return loss.detach(), whole_gradients(model)
 
 
-def check(results: list[Any], expected: Any, limits: tuple[float, float] = (1e-6, 1e-5)) -> None:
+def check(
+    results: list[Any], expected: Any, limits: tuple[float, float] = (1e-6, 1e-5)
+) -> None:
     """Each rank's loss and gradients are those expected, within a limit each."""
     for loss, gradients in results:
         assert relative(loss, expected[0]) < limits[0]
         close_by_name(gradients, expected[1], limits[1])
 
 
-def close_by_name(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
+def close_by_name(
+    found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5
+) -> None:
     """Gradients or weights are those expected, or None alike, in their dtypes."""
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
@@ -153,4 +185,5 @@ def logged(name: str = "ringspan") -> Iterator[list[str]]:
 def relative(x: Tensor, expected: Tensor) -> float:
     x, expected = x.detach().double(), expected.detach().double()
     error = (x - expected).norm() / expected.norm().clamp_min(1e-30)
-    return float(error.nan_to_num(nan=torch.inf))  # NaN is below every limit where it is not the first of several
+    # NaN is below every limit where it is not the first of several
+    return float(error.nan_to_num(nan=torch.inf))

@@ -19,7 +19,11 @@ from tests.torch.attention.test_ring import Problem, gathered, relative
 from tests.torch.models import build
 
 ROUTES = ("ring", "ulysses:2")
-MASKS = {"causal": rs.causal(), "window": rs.sliding_window(150), "documents": rs.documents([400, 7, 293, 301])}
+MASKS = {
+    "causal": rs.causal(),
+    "window": rs.sliding_window(150),
+    "documents": rs.documents([400, 7, 293, 301]),
+}
 
 
 def attention(mesh: DeviceMesh) -> dict[str, Any]:
@@ -27,15 +31,25 @@ def attention(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, mask in MASKS.items():
         for route in ROUTES:
-            problem = Problem(1001, mask, heads=4, groups=2, size=64, dtype=torch.bfloat16, device="cuda")
-            torch.use_deterministic_algorithms(True)  # else FlashAttention adds gradients up in any order
+            problem = Problem(
+                1001,
+                mask,
+                heads=4,
+                groups=2,
+                size=64,
+                dtype=torch.bfloat16,
+                device="cuda",
+            )
+            # else FlashAttention adds gradients up in any order
+            torch.use_deterministic_algorithms(True)
             results = [_pass(problem, mesh, route) for _ in range(5)]
             torch.use_deterministic_algorithms(False)
             out, *gradients = (_whole(x, mesh) for x in results[0])
             expected = problem.out, *problem.gradients
             errors = list(map(relative, (out, *gradients), expected, problem.terms))
             apart = [
-                max(float((one[i] - results[0][i]).abs().max()) for one in results[1:]) for i in range(len(errors))
+                max(float((one[i] - results[0][i]).abs().max()) for one in results[1:])
+                for i in range(len(errors))
             ]
             found[f"{name} {route}"] = {"errors": errors, "apart": apart}
     return found
@@ -48,7 +62,16 @@ def _pass(problem: Problem, mesh: DeviceMesh, route: str) -> list[Tensor]:
     q, k, v, dout = (rs.shard(x, layout, rank, 2).contiguous() for x in wholes)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     group = mesh["ring"].get_group()
-    out = rs.ring_attention(q, k, v, group=group, layout=layout, mask=problem.mask, route=route, kernel="flash")
+    out = rs.ring_attention(
+        q,
+        k,
+        v,
+        group=group,
+        layout=layout,
+        mask=problem.mask,
+        route=route,
+        kernel="flash",
+    )
     # What is freed now is soon somebody else's: a transfer that still reads it would show.
     noise = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
     gradients = torch.autograd.grad(out, (q, k, v), dout)
@@ -79,7 +102,8 @@ def training(mesh: DeviceMesh) -> dict[str, Any]:
 def _train(ids: Tensor, mesh: DeviceMesh, **options: Any) -> list[list[float]]:
     torch.manual_seed(0)
     model = rs.parallelize(build("llama"), mesh, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)  # so large that rounding is no step
+    # so large that rounding is no step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     # Two replicas of one rank have the same sequences, so that their mean is that of one.
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, device="cuda")
     found = []
@@ -108,7 +132,8 @@ def handshake(mesh: DeviceMesh) -> dict[str, Any]:
 def watchdog(mesh: DeviceMesh) -> dict[str, Any]:
     """Rank 1 dies between two steps, and rank 0 waits for it in a kernel of NCCL."""
     ids = torch.randint(0, 97, (2, 301), generator=torch.Generator().manual_seed(0))
-    model = rs.parallelize(build("llama"), mesh, kernel="eager", watchdog=True)  # nothing to compile
+    # nothing to compile
+    model = rs.parallelize(build("llama"), mesh, kernel="eager", watchdog=True)
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, device="cuda")
     model(**batch).loss.backward()
     torch.cuda.synchronize()
@@ -124,7 +149,9 @@ def run(check: str) -> None:
     """Do it as one of two ranks, whom the environment describes as torchrun does, and print what came of it."""
     torch.cuda.set_device(0)
     seconds = 30 if check == "watchdog" else 90
-    dist.init_process_group("nccl", device_id=torch.device("cuda:0"), timeout=timedelta(seconds=seconds))
+    dist.init_process_group(
+        "nccl", device_id=torch.device("cuda:0"), timeout=timedelta(seconds=seconds)
+    )
     found = globals()[check](rs.init_mesh(ring=2))
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()

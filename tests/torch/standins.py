@@ -28,7 +28,10 @@ def calls() -> list[str]:
 def _spans(q, k, cu_q, cu_k):
     """(rows of q, rows of k) of each sequence, where tokens are flattened."""
     for sequence in range(len(cu_q) - 1):
-        yield slice(cu_q[sequence], cu_q[sequence + 1]), slice(cu_k[sequence], cu_k[sequence + 1])
+        yield (
+            slice(cu_q[sequence], cu_q[sequence + 1]),
+            slice(cu_k[sequence], cu_k[sequence + 1]),
+        )
 
 
 def _scores(q, k, scale, causal, left, right, softcap):
@@ -71,7 +74,9 @@ def _one_forward(q, k, v, scale, causal, left, right, softcap):
     lse = s.logsumexp(-1) if k.shape[0] else torch.full(s.shape[:-1], -torch.inf)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    return torch.einsum("hij,jhe->ihe", p, v), lse.masked_fill(lse == -torch.inf, torch.inf)
+    return torch.einsum("hij,jhe->ihe", p, v), lse.masked_fill(
+        lse == -torch.inf, torch.inf
+    )
 
 
 def _one_backward(dout, q, k, v, out, lse, scale, causal, left, right, softcap):
@@ -90,11 +95,20 @@ def _one_backward(dout, q, k, v, out, lse, scale, causal, left, right, softcap):
 def _check_memory(*tensors):
     """What such kernels load at once: 16 bytes of a row, which must begin at a multiple of them; nothing expanded."""
     for x in tensors:
-        starts = [x.data_ptr(), *(x.stride(n) * x.itemsize for n in range(x.ndim - 1) if x.shape[n] > 1)]
-        assert x.stride(-1) == 1 and all(start % 16 == 0 for start in starts) and 0 not in starts
+        starts = [
+            x.data_ptr(),
+            *(x.stride(n) * x.itemsize for n in range(x.ndim - 1) if x.shape[n] > 1),
+        ]
+        assert (
+            x.stride(-1) == 1
+            and all(start % 16 == 0 for start in starts)
+            and 0 not in starts
+        )
 
 
-def flash_forward(q, k, v, cu_q=None, cu_k=None, *, scale, causal, left=None, right=None, softcap=0.0):
+def flash_forward(
+    q, k, v, cu_q=None, cu_k=None, *, scale, causal, left=None, right=None, softcap=0.0
+):
     """(B, T, H, D) -> out and lse (B, H, T); with cuts (T, H, D) -> out and lse (H, T)."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
     _check_memory(q, k, v)
@@ -103,19 +117,41 @@ def flash_forward(q, k, v, cu_q=None, cu_k=None, *, scale, causal, left=None, ri
         parts = [_one_forward(*one, *options) for one in zip(q, k, v, strict=True)]
         return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-    assert cu_q[-1] == len(q) and cu_k[-1] == len(k) and cu_q.dtype == cu_k.dtype == torch.int32
+    assert (
+        cu_q[-1] == len(q)
+        and cu_k[-1] == len(k)
+        and cu_q.dtype == cu_k.dtype == torch.int32
+    )
     for rows, keys in _spans(q, k, cu_q, cu_k):
         out[rows], lse[:, rows] = _one_forward(q[rows], k[keys], v[keys], *options)
     return out, lse
 
 
-def flash_backward(dout, q, k, v, out, lse, cu_q=None, cu_k=None, *, scale, causal, left=None, right=None, softcap=0.0):
+def flash_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q=None,
+    cu_k=None,
+    *,
+    scale,
+    causal,
+    left=None,
+    right=None,
+    softcap=0.0,
+):
     """dq, dk and dv, from the global out and lse."""
     assert lse.is_contiguous() and lse.dtype == torch.float32
     _check_memory(dout, q, k, v, out)
     options = scale, causal, left, right, softcap
     if cu_q is None:
-        parts = [_one_backward(*one, *options) for one in zip(dout, q, k, v, out, lse, strict=True)]
+        parts = [
+            _one_backward(*one, *options)
+            for one in zip(dout, q, k, v, out, lse, strict=True)
+        ]
         return tuple(torch.stack([p[i] for p in parts]) for i in range(3))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for rows, keys in _spans(q, k, cu_q, cu_k):
@@ -128,7 +164,21 @@ def flash_backward(dout, q, k, v, out, lse, cu_q=None, cu_k=None, *, scale, caus
 
 
 def _torch_forward(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right, **_
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+    **_,
 ):
     _CALLS.append("flash")
     assert not dropout and not debug
@@ -138,24 +188,73 @@ def _torch_forward(
 
 
 def _torch_backward(
-    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, scale, window_size_left, window_size_right
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    *_,
+    scale,
+    window_size_left,
+    window_size_right,
 ):
     _CALLS.append("flash backward")
     window = flash2_window(window_size_left, window_size_right, causal, max_k)
-    return flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale=scale, causal=causal, **window)
+    return flash_backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, scale=scale, causal=causal, **window
+    )
 
 
-def _cudnn_forward(q, k, v, bias, has_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+def _cudnn_forward(
+    q, k, v, bias, has_lse, dropout=0.0, causal=False, debug=False, *, scale=None
+):
     _CALLS.append("cudnn")
     assert bias is None and has_lse and not dropout and not debug
-    assert q.shape[2] > 1 and k.shape[2] > 1 and (not causal or q.shape[2] == k.shape[2])
-    out, lse = flash_forward(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, causal=causal)
+    assert (
+        q.shape[2] > 1 and k.shape[2] > 1 and (not causal or q.shape[2] == k.shape[2])
+    )
+    out, lse = flash_forward(
+        *(x.transpose(1, 2) for x in (q, k, v)), scale=scale, causal=causal
+    )
     state, nothing = torch.empty((), dtype=torch.int64), torch.empty(0)
-    return out.transpose(1, 2), lse.unsqueeze(-1), nothing, nothing, 0, 0, state, state, nothing
+    return (
+        out.transpose(1, 2),
+        lse.unsqueeze(-1),
+        nothing,
+        nothing,
+        0,
+        0,
+        state,
+        state,
+        nothing,
+    )
 
 
 def _cudnn_backward(
-    dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    seed,
+    offset,
+    bias,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    causal,
+    *,
+    scale=None,
 ):
     _CALLS.append("cudnn backward")
     assert (max_q, max_k) == (q.shape[2], k.shape[2]) and lse.shape == (*q.shape[:3], 1)
@@ -173,7 +272,13 @@ def _flash2_forward(
 ):  # fmt: skip
     _CALLS.append("flash2")
     window = flash2_window(window_size_left, window_size_right, causal, k.shape[1])
-    return *flash_forward(q, k, v, scale=softmax_scale, causal=causal, softcap=softcap, **window), None, None
+    return (
+        *flash_forward(
+            q, k, v, scale=softmax_scale, causal=causal, softcap=softcap, **window
+        ),
+        None,
+        None,
+    )
 
 
 def _flash2_varlen_forward(
@@ -184,7 +289,20 @@ def _flash2_varlen_forward(
     _CALLS.append("flash2 varlen")
     window = flash2_window(window_size_left, window_size_right, causal, max_seqlen_k)
     cuts = cu_seqlens_q, cu_seqlens_k
-    return *flash_forward(q, k, v, *cuts, scale=softmax_scale, causal=causal, softcap=softcap, **window), None, None
+    return (
+        *flash_forward(
+            q,
+            k,
+            v,
+            *cuts,
+            scale=softmax_scale,
+            causal=causal,
+            softcap=softcap,
+            **window,
+        ),
+        None,
+        None,
+    )
 
 
 def _flash2_backward(
@@ -193,7 +311,16 @@ def _flash2_backward(
 ):  # fmt: skip
     window = flash2_window(window_size_left, window_size_right, causal, k.shape[1])
     made = flash_backward(
-        dout, q, k, v, out, softmax_lse, scale=softmax_scale, causal=causal, softcap=softcap, **window
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        scale=softmax_scale,
+        causal=causal,
+        softcap=softcap,
+        **window,
     )
     for into, one in zip((dq, dk, dv), made, strict=True):
         into.copy_(one)
@@ -206,7 +333,9 @@ def _flash2_varlen_backward(
 ):  # fmt: skip
     options = {"scale": softmax_scale, "causal": causal, "softcap": softcap}
     options |= flash2_window(window_size_left, window_size_right, causal, max_seqlen_k)
-    made = flash_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, **options)
+    made = flash_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, **options
+    )
     for into, one in zip((dq, dk, dv), made, strict=True):
         into.copy_(one)
 
@@ -230,9 +359,22 @@ _FLASH3_BACKWARD = (
 
 def _flash3_forward(q, k, v, *rest):
     _CALLS.append("flash3" if rest[4] is None else "flash3 varlen")
-    queries, keys, (scale, causal, left, right, _, softcap) = rest[4], rest[5], rest[20:26]
+    queries, keys, (scale, causal, left, right, _, softcap) = (
+        rest[4],
+        rest[5],
+        rest[20:26],
+    )
     out, lse = flash_forward(
-        q, k, v, queries, keys, scale=scale, causal=causal, left=left, right=right, softcap=softcap
+        q,
+        k,
+        v,
+        queries,
+        keys,
+        scale=scale,
+        causal=causal,
+        left=left,
+        right=right,
+        softcap=softcap,
     )
     return out, lse, torch.empty(0), torch.empty(0)
 
@@ -240,7 +382,9 @@ def _flash3_forward(q, k, v, *rest):
 def _flash3_backward(dout, q, k, v, out, lse, dq, dk, dv, queries, keys, *rest):
     scale, causal, left, right, softcap = rest[4:9]
     window = {"left": left, "right": right, "softcap": softcap}
-    made = flash_backward(dout, q, k, v, out, lse, queries, keys, scale=scale, causal=causal, **window)
+    made = flash_backward(
+        dout, q, k, v, out, lse, queries, keys, scale=scale, causal=causal, **window
+    )
     for into, one in zip((dq, dk, dv), made, strict=True):
         into.copy_(one)
 
@@ -257,7 +401,9 @@ def _flash4_forward(
 ):  # fmt: skip
     _CALLS.append("flash4" if cu_seqlens_q is None else "flash4 varlen")
     window = _flash4_window(causal, window_size_left, window_size_right)
-    out, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, **window)
+    out, lse = flash_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, **window
+    )
     return out, lse, None, None, None
 
 
@@ -266,7 +412,11 @@ def _flash4_backward(
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
 ):  # fmt: skip
     inputs = dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
-    return flash_backward(*inputs, scale=softmax_scale, **_flash4_window(causal, window_size_left, window_size_right))
+    return flash_backward(
+        *inputs,
+        scale=softmax_scale,
+        **_flash4_window(causal, window_size_left, window_size_right),
+    )
 
 
 @contextmanager
@@ -280,7 +430,10 @@ def installed() -> Iterator[None]:
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     }.items():
         libraries[0].impl(name, function)
-    for schema, function in ((_FLASH3_FORWARD, _flash3_forward), (_FLASH3_BACKWARD, _flash3_backward)):
+    for schema, function in (
+        (_FLASH3_FORWARD, _flash3_forward),
+        (_FLASH3_BACKWARD, _flash3_backward),
+    ):
         libraries[1].define(schema)
         libraries[1].impl(schema.partition("(")[0], function, "CPU")
     modules = {
@@ -293,7 +446,10 @@ def installed() -> Iterator[None]:
         },
         "flash_attn_interface": {},
         "flash_attn.cute": {},
-        "flash_attn.cute.interface": {"_flash_attn_fwd": _flash4_forward, "_flash_attn_bwd": _flash4_backward},
+        "flash_attn.cute.interface": {
+            "_flash_attn_fwd": _flash4_forward,
+            "_flash_attn_bwd": _flash4_backward,
+        },
     }
     made = {name: ModuleType(name) for name in modules}
     for name, members in modules.items():

@@ -12,8 +12,11 @@ from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 from tests.torch.merge import check_merge
 
 pytestmark = pytest.mark.gpu
-BFLOAT16_LIMIT = 6e-3  # bfloat16 rounds to 2**-9 = 2e-3; one device has 3e-3 to 4e-3 on such inputs
-ONE_ROUNDING = 2**-9  # gradients of sinks are a number a head: too few for one run's error to say what another's may be
+BFLOAT16_LIMIT = (
+    6e-3  # bfloat16 rounds to 2**-9 = 2e-3; one device has 3e-3 to 4e-3 on such inputs
+)
+# gradients of sinks are a number a head: too few for one run's error to say what another's may be
+ONE_ROUNDING = 2**-9
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4", "triton")
 MASKS = [
     rs.causal(), rs.full(), rs.sliding_window(70), rs.prefix_lm(40), rs.documents([9, 130, 61, 5, 95, 1, 200]),
@@ -32,7 +35,9 @@ def check(problem, layout, kernel, sizes):
     one = problem.errors(layout, 1, kernel=kernel)
     assert max(one) < BFLOAT16_LIMIT
     for ranks in sizes:
-        for error, limit in zip(problem.errors(layout, ranks, kernel=kernel), one, strict=True):
+        for error, limit in zip(
+            problem.errors(layout, ranks, kernel=kernel), one, strict=True
+        ):
             assert error < max(1.4 * limit, ONE_ROUNDING)
 
 
@@ -40,16 +45,28 @@ def check(problem, layout, kernel, sizes):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_any_mask_in_bfloat16(kernel, mask, layout):
-    problem = Problem(501, mask, heads=4, groups=2, size=64, dtype=torch.bfloat16, device="cuda")
+    problem = Problem(
+        501, mask, heads=4, groups=2, size=64, dtype=torch.bfloat16, device="cuda"
+    )
     check(problem, layout, kernel, (3, 8))
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)
-@pytest.mark.parametrize(("size", "value_size"), [(128, 128), (40, 40), (96, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("size", "value_size"), [(128, 128), (40, 40), (96, 64), (192, 128), (256, 256)]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_head_sizes(kernel, size, value_size, batch):
-    shape = {"batch": batch, "heads": 2, "groups": 1, "size": size, "value_size": value_size}
-    problem = Problem(300, rs.documents([130, 70, 100]), dtype=torch.bfloat16, device="cuda", **shape)
+    shape = {
+        "batch": batch,
+        "heads": 2,
+        "groups": 1,
+        "size": size,
+        "value_size": value_size,
+    }
+    problem = Problem(
+        300, rs.documents([130, 70, 100]), dtype=torch.bfloat16, device="cuda", **shape
+    )
     check(problem, "zigzag", kernel, (2,))
 
 
@@ -57,9 +74,17 @@ def test_head_sizes(kernel, size, value_size, batch):
 @pytest.mark.parametrize("has_slopes", [False, True])
 def test_soft_caps_slopes_and_sinks(kernel, has_slopes):
     problem = Problem(
-        300, rs.causal(), heads=4, groups=2, size=64, softcap=5.0, has_slopes=has_slopes, has_sinks=True,
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
+        300,
+        rs.causal(),
+        heads=4,
+        groups=2,
+        size=64,
+        softcap=5.0,
+        has_slopes=has_slopes,
+        has_sinks=True,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     check(problem, "zigzag", kernel, (3,))
 
 
@@ -72,7 +97,15 @@ def test_our_kernel_in_float32(mask):
 
 
 def test_our_kernel_gives_the_same_bits_every_time():
-    problem = Problem(700, rs.causal(), heads=8, groups=2, size=64, dtype=torch.bfloat16, device="cuda")
+    problem = Problem(
+        700,
+        rs.causal(),
+        heads=8,
+        groups=2,
+        size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     skip_unless_served("triton", problem)
     first, second = (problem.on_ring("zigzag", 2, kernel="triton")[0] for _ in range(2))
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
@@ -100,7 +133,9 @@ def layer(q, k, v):
 def inputs():
     generator = torch.Generator("cuda").manual_seed(0)
     return [
-        torch.randn(1, heads, 1024, 64, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        torch.randn(
+            1, heads, 1024, 64, generator=generator, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
         for heads in (8, 2, 2)
     ]
 
@@ -111,9 +146,14 @@ def test_it_compiles(inputs):
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     dout = torch.ones_like(out)
     for ours, theirs in zip(
-        torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, inputs, dout), strict=True
+        torch.autograd.grad(out, inputs, dout),
+        torch.autograd.grad(expected, inputs, dout),
+        strict=True,
     ):
-        assert relative(*(x.double().cpu().numpy() for x in (ours, theirs, theirs))) < 2**-7
+        assert (
+            relative(*(x.double().cpu().numpy() for x in (ours, theirs, theirs)))
+            < 2**-7
+        )
 
 
 def test_a_cuda_graph_replays_it(inputs):

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
@@ -20,25 +23,44 @@ from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import few, long
-from tests.torch.models import build, check, close_by_name, relative, step, tokens, whole_gradients
+from tests.torch.models import (
+    build,
+    check,
+    close_by_name,
+    relative,
+    step,
+    tokens,
+    whole_gradients,
+)
 
 
 def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:
     ids = tokens(batch, length)
+    # only the first tokens count: the last ranks of a contiguous layout have no target at all
     targets = ids.clone()
-    if labels == "few":  # only the first tokens count: the last ranks of a contiguous layout have no target at all
+    if labels == "few":
         targets[:, 5:] = -100
     return ids, targets
 
 
-def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int, accumulate: int, options: Any) -> Any:
+def ring_step(
+    mesh: DeviceMesh,
+    kind: str,
+    layout: str,
+    length: int,
+    batch: int,
+    accumulate: int,
+    options: Any,
+) -> Any:
     labels, documents = options.pop("labels", "all"), options.pop("documents", None)
     changes = options.pop("changes", {})
     replicate = mesh["replicate"].size()
     model = rs.parallelize(build(kind, **changes), mesh, layout=layout, **options)
     ids, targets = labelled(batch * replicate * accumulate, length, labels)
     count = int((targets[:, 1:] != -100).sum())
-    rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[:, mesh["replicate"].get_local_rank()]
+    rows = torch.arange(len(ids)).view(accumulate, replicate, batch)[
+        :, mesh["replicate"].get_local_rank()
+    ]
     last = [documents[row] if documents else None for row in rows[-1]]
     splits = [batch_layout(layout, length, mesh["ring"].size(), row) for row in last]
     loss = torch.zeros(())
@@ -54,25 +76,51 @@ def ring_step(mesh: DeviceMesh, kind: str, layout: str, length: int, batch: int,
         loss = loss + loss_step.detach()
     gradients = whole_gradients(model)
     with torch.no_grad():
-        inputs = {name: part[name] for name in ("input_ids", "position_ids", "document_lengths") if name in part}
+        inputs = {
+            name: part[name]
+            for name in ("input_ids", "position_ids", "document_lengths")
+            if name in part
+        }
         parts = zip(model(**inputs).logits.split(1), splits, strict=True)
-        logits = torch.cat([rs.unshard(part, split, mesh["ring"].get_group(), 1) for part, split in parts])
+        logits = torch.cat(
+            [
+                rs.unshard(part, split, mesh["ring"].get_group(), 1)
+                for part, split in parts
+            ]
+        )
     return {"loss": loss, "logits": logits, "gradients": gradients, "rows": rows[-1]}
 
 
 def restarting(documents: list[list[int]]) -> Tensor:
     """Position ids that start from 0 for each document."""
-    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
+    return torch.stack(
+        [
+            torch.cat([torch.arange(length) for length in lengths])
+            for lengths in documents
+        ]
+    )
 
 
 def one_step(
-    kind: str, length: int, batch: int, labels: str = "all", documents: Any = None, changes: Any = None
+    kind: str,
+    length: int,
+    batch: int,
+    labels: str = "all",
+    documents: Any = None,
+    changes: Any = None,
 ) -> Any:
     model = build(kind, **changes or {})
     ids, targets = labelled(batch, length, labels)
     if documents:  # each alone: not every model of transformers tells its masks of packed positions
-        parts = [row.split(lengths) for row, lengths in zip(ids, documents, strict=True)]
-        logits = torch.stack([torch.cat([model(input_ids=part[None]).logits[0] for part in row]) for row in parts])
+        parts = [
+            row.split(lengths) for row, lengths in zip(ids, documents, strict=True)
+        ]
+        logits = torch.stack(
+            [
+                torch.cat([model(input_ids=part[None]).logits[0] for part in row])
+                for row in parts
+            ]
+        )
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
     else:
         out = model(input_ids=ids, labels=targets)
@@ -95,24 +143,88 @@ def check_steps(results: list[Any], expected: Any) -> None:
 CASES = [
     # kind, ranks, replicate, layout, length, batch, accumulate, options
     ("llama", 3, 1, "zigzag", 50, 1, 1, {"checkpoint": "none"}),
-    ("llama", 2, 1, "contiguous", 41, 1, 1, {"checkpoint": "full", "loss_chunk_tokens": 5}),
+    (
+        "llama",
+        2,
+        1,
+        "contiguous",
+        41,
+        1,
+        1,
+        {"checkpoint": "full", "loss_chunk_tokens": 5},
+    ),
     ("llama", 4, 2, "zigzag", 37, 1, 2, {}),
     ("llama", 4, 1, "zigzag", 3, 1, 1, {}),  # two ranks hold nothing but padding
     ("llama-tied", 3, 1, "zigzag", 31, 1, 1, {}),
     ("gemma2", 3, 1, "striped", 33, 1, 1, {}),
     ("deepseek_v3", 2, 1, "zigzag", 37, 1, 1, {}),
-    ("granite", 2, 1, "striped", 37, 1, 1, {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 31}),
+    (
+        "granite",
+        2,
+        1,
+        "striped",
+        37,
+        1,
+        1,
+        {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 31},
+    ),
     ("gpt2", 2, 1, "zigzag", 37, 2, 1, {}),
     ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
-    ("gemma4_text", 2, 1, "striped", 37, 1, 1, {"checkpoint": "full", "documents": [[17, 20]]}),
-    ("gemma3n_text", 2, 1, "zigzag", 37, 1, 1, {"documents": [[10, 27]]}),  # whose pad token is a zero vector
-    ("llama", 2, 2, "striped", 30, 2, 1, {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]}),
+    (
+        "gemma4_text",
+        2,
+        1,
+        "striped",
+        37,
+        1,
+        1,
+        {"checkpoint": "full", "documents": [[17, 20]]},
+    ),
+    # whose pad token is a zero vector
+    (
+        "gemma3n_text",
+        2,
+        1,
+        "zigzag",
+        37,
+        1,
+        1,
+        {"documents": [[10, 27]]},
+    ),
+    (
+        "llama",
+        2,
+        2,
+        "striped",
+        30,
+        2,
+        1,
+        {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]},
+    ),
     ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
     ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),
     ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
     ("mistral-window", 4, 2, "balanced", 40, 1, 1, {"documents": [[25, 15], [3, 37]]}),
-    ("llama", 3, 1, "balanced", 50, 3, 1, {"documents": [[5, 20, 1, 11, 13], [50], [49, 1]], "labels": "few"}),
-    ("llama4_text", 4, 1, "balanced", 39, 1, 1, {"documents": [[19, 20]], "route": "pass-q"}),
+    (
+        "llama",
+        3,
+        1,
+        "balanced",
+        50,
+        3,
+        1,
+        {"documents": [[5, 20, 1, 11, 13], [50], [49, 1]], "labels": "few"},
+    ),
+    (
+        "llama4_text",
+        4,
+        1,
+        "balanced",
+        39,
+        1,
+        1,
+        {"documents": [[19, 20]], "route": "pass-q"},
+    ),
     *long(
         ("mistral-window", 3, 1, "zigzag", 53, 1, 1, {}),
         ("gemma3_text", 3, 1, "zigzag", 45, 1, 1, {}),
@@ -123,17 +235,65 @@ CASES = [
         ("llama", 3, 1, "striped", 43, 2, 3, {}),
         ("mistral-window", 4, 1, "contiguous", 61, 1, 1, {"checkpoint": "full"}),
         ("qwen3-window", 2, 1, "zigzag", 37, 1, 1, {}),
-        ("mistral-window", 4, 1, "contiguous", 40, 2, 1, {"documents": [[25, 15], [25, 15]]}),
+        (
+            "mistral-window",
+            4,
+            1,
+            "contiguous",
+            40,
+            2,
+            1,
+            {"documents": [[25, 15], [25, 15]]},
+        ),
         ("llama4_text", 4, 1, "zigzag", 39, 1, 1, {"documents": [[19, 20]]}),
         ("llama", 4, 1, "zigzag", 37, 1, 1, {"route": "all-gather"}),
-        ("llama", 3, 1, "balanced", 50, 1, 2, {"documents": [[5, 20, 1, 11, 13], [50]], "labels": "few"}),
-        ("llama4_text", 2, 2, "balanced", 39, 2, 1, {"documents": [[19, 20], [39], [19, 20], [2, 30, 7]]}),
-        ("gpt_oss", 2, 1, "balanced", 37, 1, 1, {"documents": [[17, 20]], "route": "all-gather"}),
+        (
+            "llama",
+            3,
+            1,
+            "balanced",
+            50,
+            1,
+            2,
+            {"documents": [[5, 20, 1, 11, 13], [50]], "labels": "few"},
+        ),
+        (
+            "llama4_text",
+            2,
+            2,
+            "balanced",
+            39,
+            2,
+            1,
+            {"documents": [[19, 20], [39], [19, 20], [2, 30, 7]]},
+        ),
+        (
+            "gpt_oss",
+            2,
+            1,
+            "balanced",
+            37,
+            1,
+            1,
+            {"documents": [[17, 20]], "route": "all-gather"},
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "replicate", "layout", "length", "batch", "accumulate", "options"), CASES)
+@pytest.mark.parametrize(
+    (
+        "kind",
+        "ranks",
+        "replicate",
+        "layout",
+        "length",
+        "batch",
+        "accumulate",
+        "options",
+    ),
+    CASES,
+)
 def test_a_model_on_the_ring_equals_itself_on_one_process(
     pool, kind, ranks, replicate, layout, length, batch, accumulate, options
 ):
@@ -145,7 +305,10 @@ def test_a_model_on_the_ring_equals_itself_on_one_process(
 
 def test_packed_documents_change_the_result():
     """What the packed cases are compared with does keep documents apart."""
-    apart, together = one_step("llama", 37, 1, "all", [[5, 20, 1, 11]]), one_step("llama", 37, 1)
+    apart, together = (
+        one_step("llama", 37, 1, "all", [[5, 20, 1, 11]]),
+        one_step("llama", 37, 1),
+    )
     assert relative(apart["loss"], together["loss"]) > 1e-4
 
 
@@ -154,7 +317,11 @@ def bytes_of_a_step(mesh: DeviceMesh, layout: str, documents: list[int]) -> int:
     model = rs.parallelize(build("llama"), mesh, layout=layout)
     ids = tokens(1, sum(documents)) + mesh["replicate"].get_local_rank()
     positions = torch.cat([torch.arange(length) for length in documents])[None]
-    batch = rs.shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, mesh, layout=layout)
+    batch = rs.shard_batch(
+        {"input_ids": ids, "labels": ids, "position_ids": positions},
+        mesh,
+        layout=layout,
+    )
     before = COUNTERS.sent_bytes
     model(**batch).loss.backward()
     return COUNTERS.sent_bytes - before
@@ -162,20 +329,36 @@ def bytes_of_a_step(mesh: DeviceMesh, layout: str, documents: list[int]) -> int:
 
 @pytest.mark.parametrize(
     ("layout", "documents", "is_silent"),
-    [("balanced", [10, 6, 6, 10], True), ("balanced", [30, 2], False), ("zigzag", [10, 6, 6, 10], False)],
+    [
+        ("balanced", [10, 6, 6, 10], True),
+        ("balanced", [30, 2], False),
+        ("zigzag", [10, 6, 6, 10], False),
+    ],
 )
-def test_replicas_whose_documents_fit_on_ranks_send_no_block(pool, layout, documents, is_silent):
+def test_replicas_whose_documents_fit_on_ranks_send_no_block(
+    pool, layout, documents, is_silent
+):
     sent = pool.run(bytes_of_a_step, 4, layout, documents, replicate=2)
     assert [number == 0 for number in sent] == [is_silent] * 4
 
 
 def bfloat16_step(mesh: DeviceMesh, changes: dict[str, Any]) -> Any:
-    return step(rs.parallelize(build("llama", **changes), mesh, compute_dtype=torch.bfloat16), mesh, 64)
+    return step(
+        rs.parallelize(build("llama", **changes), mesh, compute_dtype=torch.bfloat16),
+        mesh,
+        64,
+    )
 
 
-@pytest.mark.parametrize(("ranks", "tp", "changes"), [(2, 1, {}), (4, 2, {"vocab_size": 98})])
+@pytest.mark.parametrize(
+    ("ranks", "tp", "changes"), [(2, 1, {}), (4, 2, {"vocab_size": 98})]
+)
 def test_bfloat16_computing_keeps_float32_weights(pool, ranks, tp, changes):
-    check(pool.run(bfloat16_step, ranks, changes, tp=tp), step(build("llama", **changes), length=64), (5e-3, 5e-2))
+    check(
+        pool.run(bfloat16_step, ranks, changes, tp=tp),
+        step(build("llama", **changes), length=64),
+        (5e-3, 5e-2),
+    )
 
 
 def autocast_step(mesh: DeviceMesh, inside: bool, options: dict[str, Any]) -> Any:
@@ -191,15 +374,23 @@ def autocast_step(mesh: DeviceMesh, inside: bool, options: dict[str, Any]) -> An
     return loss.detach(), whole_gradients(model)
 
 
-CHUNKS: dict[str, Any] = {"feedforward_chunk_tokens": 5, "norm_chunk_tokens": 7, "loss_chunk_tokens": 9}
+CHUNKS: dict[str, Any] = {
+    "feedforward_chunk_tokens": 5,
+    "norm_chunk_tokens": 7,
+    "loss_chunk_tokens": 9,
+}
 
 
 @pytest.mark.parametrize(
-    ("inside", "options"), [(True, {"checkpoint": "none"}), (False, CHUNKS | {"layers_per_checkpoint": 2})]
+    ("inside", "options"),
+    [(True, {"checkpoint": "none"}), (False, CHUNKS | {"layers_per_checkpoint": 2})],
 )
 def test_autocast_computes_in_bfloat16_and_loses_no_gradient(pool, inside, options):
     """``q`` and ``k`` come out of the rotation in float32 there, ``v`` in bfloat16."""
-    found, expected = pool.run(autocast_step, 2, inside, options), step(build("llama"), length=64)
+    found, expected = (
+        pool.run(autocast_step, 2, inside, options),
+        step(build("llama"), length=64),
+    )
     check(found, expected, (5e-3, 5e-2))
     assert all(relative(loss, expected[0]) > 1e-7 for loss, _ in found)
 
@@ -216,7 +407,10 @@ def misuse(mesh: DeviceMesh, how: str) -> None:
         case "no positions":
             model(input_ids=ids)
         case "images":
-            model(**rs.shard_batch(whole_batch, mesh, layout="striped"), pixel_values=torch.zeros(1, 3, 8, 8))
+            model(
+                **rs.shard_batch(whole_batch, mesh, layout="striped"),
+                pixel_values=torch.zeros(1, 3, 8, 8),
+            )
         case "no documents":
             balanced = rs.parallelize(build("llama"), mesh, layout="balanced")
             part = rs.shard_batch({"input_ids": ids}, mesh, layout="balanced")
@@ -224,7 +418,10 @@ def misuse(mesh: DeviceMesh, how: str) -> None:
         case "twice":
             rs.parallelize(model, mesh)
         case name:
-            model(**rs.shard_batch(whole_batch, mesh, layout="striped"), **{name: name != "return_dict"})
+            model(
+                **rs.shard_batch(whole_batch, mesh, layout="striped"),
+                **{name: name != "return_dict"},
+            )
 
 
 def spoiled_on_one_rank(mesh: DeviceMesh, name: str, value: int) -> None:
@@ -259,12 +456,19 @@ def test_what_a_model_on_the_ring_does_not_do_is_refused(pool, how, error, messa
     ("name", "value", "error", "message"),
     [
         ("position_ids", 9, rs.LayoutError, "layout='zigzag'"),
-        ("input_ids", 97, rs.UnsupportedError, "input_ids has numbers outside of the vocabulary, 0 to 96"),
+        (
+            "input_ids",
+            97,
+            rs.UnsupportedError,
+            "input_ids has numbers outside of the vocabulary, 0 to 96",
+        ),
         ("input_ids", -100, rs.UnsupportedError, "input_ids"),
         ("shift_labels", 97, rs.UnsupportedError, "labels has numbers"),
     ],
 )
-def test_a_batch_that_is_wrong_on_one_rank_raises_on_all(pool, name, value, error, message):
+def test_a_batch_that_is_wrong_on_one_rank_raises_on_all(
+    pool, name, value, error, message
+):
     for outcome in pool.outcomes(spoiled_on_one_rank, 4, name, value, replicate=2):
         assert isinstance(outcome, error) and message in str(outcome)
 
@@ -290,7 +494,9 @@ def frozen_step(mesh: DeviceMesh, part: str, options: dict[str, Any]) -> Any:
     ),
 )
 def test_frozen_weights_get_no_gradient_and_the_others_theirs(pool, part, options):
-    check(pool.run(frozen_step, 3, part, options), step(train_only(build("llama"), part)))
+    check(
+        pool.run(frozen_step, 3, part, options), step(train_only(build("llama"), part))
+    )
 
 
 def late_weights_step(mesh: DeviceMesh, kind: str, kernel: str) -> Any:
@@ -301,8 +507,13 @@ def late_weights_step(mesh: DeviceMesh, kind: str, kernel: str) -> Any:
     model = rs.parallelize(model, mesh, kernel=kernel, feedforward_chunk_tokens=0)
     model.to_empty(device="cpu")
     weights = plain.state_dict() if mesh.get_rank() == 0 else {}
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer, given in zip(model.buffers(), plain.buffers(), strict=True):  # those of rotary positions
+    # those of rotary positions
+    set_model_state_dict(
+        model,
+        weights,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    for buffer, given in zip(model.buffers(), plain.buffers(), strict=True):
         buffer.copy_(given)
     return step(model, mesh)
 
@@ -325,7 +536,9 @@ def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
     return found[0], whole_gradients(model)
 
 
-@pytest.mark.parametrize("options", [*long({"checkpoint": "none"}), {}], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "options", [*long({"checkpoint": "none"}), {}], ids=["plain", "checkpointed"]
+)
 def test_a_compiled_model_computes_the_same(pool, options):
     check(pool.run(compiled_step, 2, options), step(build("llama", **ONE_LAYER)))
 
@@ -334,7 +547,11 @@ def test_a_compiled_model_computes_the_same(pool, options):
     ("kind", "changes", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("mistral", {"layer_types": ["full_attention", "compressed_sparse_attention"]}, "compressed_sparse_attention"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "compressed_sparse_attention"]},
+            "compressed_sparse_attention",
+        ),
         ("bert", {"is_decoder": True}, "attention_probs_dropout_prob=0.1"),
         ("t5", {}, "t5 is an encoder-decoder model"),
         ("llama", {"output_hidden_states": True}, "output_hidden_states=True"),
@@ -348,7 +565,9 @@ def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, messa
     assert dict(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential], ids=["compiled", "wrapped"])
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, nn.Sequential], ids=["compiled", "wrapped"]
+)
 def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
     with pytest.raises(rs.UnsupportedError, match="give the model inside of it"):
         refuse_unsupported(view_of(wrap(build("llama"))))

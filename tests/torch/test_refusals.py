@@ -41,7 +41,11 @@ def refused_then_corrected(mesh: DeviceMesh) -> list[tuple[str, Any]]:
             rs.parallelize(model, mesh, **options)
             outcomes.append(("nothing raised", False))
         except rs.RingspanError as error:
-            same = torch.equal(loss_of(model), before) and model.config.to_dict() == config and describe(model) == state
+            same = (
+                torch.equal(loss_of(model), before)
+                and model.config.to_dict() == config
+                and describe(model) == state
+            )
             outcomes.append((str(error), same))
     model = rs.parallelize(model, mesh)
     loss = model(**rs.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)).loss
@@ -110,7 +114,8 @@ def change(model: Any, how: str) -> Any:
             model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
         case "a weight of two layers":
             first, second = model.model.layers
-            second.self_attn.q_proj.weight = first.self_attn.o_proj.weight  # in another place: no block that both have
+            # in another place: no block that both have
+            second.self_attn.q_proj.weight = first.self_attn.o_proj.weight
     return model
 
 
@@ -129,7 +134,11 @@ def changed(mesh: DeviceMesh, how: str, when: str) -> None:
     [
         ("a forward of its own", "before", "has a loss of its own"),
         ("a loss of its own", "before", "has a loss of its own"),
-        ("a loss of its own", "after", "the loss function of LlamaForCausalLM was changed"),
+        (
+            "a loss of its own",
+            "after",
+            "the loss function of LlamaForCausalLM was changed",
+        ),
         ("a gradient hook", "before", "lm_head.weight has a gradient hook"),
         ("a gradient hook", "after", "lm_head.weight has a gradient hook"),
         ("a weight of two layers", "before", "is a weight of model.layers.0 too"),
@@ -144,7 +153,14 @@ def shared_module(mesh: DeviceMesh) -> float:
     model = build("llama")
     model.model.layers[1] = model.model.layers[0]
     expected = float(loss_of(model))
-    return float(rs.parallelize(model, mesh)(**rs.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)).loss) - expected
+    return (
+        float(
+            rs.parallelize(model, mesh)(
+                **rs.shard_batch({"input_ids": IDS, "labels": IDS}, mesh)
+            ).loss
+        )
+        - expected
+    )
 
 
 def test_a_layer_may_be_used_twice(pool):

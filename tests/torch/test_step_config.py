@@ -32,7 +32,9 @@ def test_each_option_arrives_under_its_name(monkeypatch, name):
     monkeypatch.setattr(module, "put_on_mesh", lambda model, mesh, config: config)
     config = module.parallelize(None, None, **{name: given})
     expected = {name: "float64" if name == "compute_dtype" else given}
-    assert {field.name: getattr(config, field.name) for field in fields(config)} == DEFAULTS | expected
+    assert {
+        field.name: getattr(config, field.name) for field in fields(config)
+    } == DEFAULTS | expected
 
 
 def test_the_tables_of_a_run_have_the_options_and_their_defaults():
@@ -43,30 +45,54 @@ def test_the_tables_of_a_run_have_the_options_and_their_defaults():
                 found[name] = field.default
     # A run chooses layers itself, names its dtype as that of the model, and has a watchdog of its own.
     assert found.pop("layers_per_checkpoint") == "auto"
-    assert found == {name: default for name, default in DEFAULTS.items() if name in found}
-    assert set(DEFAULTS) - set(found) == {"layers_per_checkpoint", "compute_dtype", "watchdog"}
+    assert found == {
+        name: default for name, default in DEFAULTS.items() if name in found
+    }
+    assert set(DEFAULTS) - set(found) == {
+        "layers_per_checkpoint",
+        "compute_dtype",
+        "watchdog",
+    }
 
 
 def test_a_run_hands_every_option_on():
     options = {
-        "attention": {"layout": "striped", "route": "all-gather", "comm_dtype": "int8", "kernel": "eager"},
+        "attention": {
+            "layout": "striped",
+            "route": "all-gather",
+            "comm_dtype": "int8",
+            "kernel": "eager",
+        },
         "memory": {
-            "checkpoint": "full", "layers_per_checkpoint": 3, "loss_chunk_tokens": 7, "loss_chunk_vocabulary": 11,
-            "feedforward_chunk_tokens": 13, "norm_chunk_tokens": 17, "offload": "activations",
+            "checkpoint": "full",
+            "layers_per_checkpoint": 3,
+            "loss_chunk_tokens": 7,
+            "loss_chunk_vocabulary": 11,
+            "feedforward_chunk_tokens": 13,
+            "norm_chunk_tokens": 17,
+            "offload": "activations",
         },
         "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25, "index_loss": "sparse"},
-    }  # fmt: skip
+    }
     run = {
         "model": {"path": "x", "dtype": "bfloat16", "compile": "aot_eager"},
         "data": {"paths": ["x"], "sequence_length_tokens": 64},
     }
     config = parse_config(run | options)
-    expected = {name: value for table in options.values() for name, value in table.items()} | {"compile": "aot_eager"}
-    assert config.step_config("full", 3) == StepConfig(**expected, compute_dtype="bfloat16")
+    expected = {
+        name: value for table in options.values() for name, value in table.items()
+    } | {"compile": "aot_eager"}
+    assert config.step_config("full", 3) == StepConfig(
+        **expected, compute_dtype="bfloat16"
+    )
 
 
 def test_a_setting_of_the_planner_is_one():
     assert issubclass(Setting, StepConfig)
-    kept = {field.name: field.default for field in fields(Setting) if field.name in DEFAULTS}
+    kept = {
+        field.name: field.default for field in fields(Setting) if field.name in DEFAULTS
+    }
     assert kept == DEFAULTS | {"compute_dtype": "bfloat16"}
-    assert [field.name for field in fields(Setting) if field.default is MISSING] == ["length"]
+    assert [field.name for field in fields(Setting) if field.default is MISSING] == [
+        "length"
+    ]

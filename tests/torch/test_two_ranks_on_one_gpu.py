@@ -24,7 +24,8 @@ from tests.torch.on_one_gpu import MASKS, ROUTES
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ, reason="no NCCL that lets ranks share a GPU, see above"
+        "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ,
+        reason="no NCCL that lets ranks share a GPU, see above",
     ),
 ]
 
@@ -34,7 +35,12 @@ def start(command: list[str]) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return [
         subprocess.Popen(
             command,
@@ -48,19 +54,29 @@ def start(command: list[str]) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], seconds: float = 100) -> list[tuple[int, str, str]]:
+def finish(
+    processes: list[subprocess.Popen[str]], seconds: float = 100
+) -> list[tuple[int, str, str]]:
     end = time.monotonic() + seconds
     try:
-        found = [process.communicate(timeout=max(1.0, end - time.monotonic())) for process in processes]
+        found = [
+            process.communicate(timeout=max(1.0, end - time.monotonic()))
+            for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
+    return [
+        (process.returncode, *texts)
+        for process, texts in zip(processes, found, strict=True)
+    ]
 
 
 def results(check: str) -> list[Any]:
     ended = finish(start([sys.executable, "-m", "tests.torch.on_one_gpu", check]))
-    assert [code for code, _, _ in ended] == [0, 0], "\n".join(errors[-3000:] for _, _, errors in ended)
+    assert [code for code, _, _ in ended] == [0, 0], "\n".join(
+        errors[-3000:] for _, _, errors in ended
+    )
     return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
 
@@ -86,7 +102,9 @@ def test_ranks_that_were_asked_for_different_things_are_told():
 
 def test_the_watchdog_ends_a_rank_whose_peer_has_died():
     started = time.monotonic()
-    (code, _, errors), (died, _, _) = finish(start([sys.executable, "-m", "tests.torch.on_one_gpu", "watchdog"]))
+    (code, _, errors), (died, _, _) = finish(
+        start([sys.executable, "-m", "tests.torch.on_one_gpu", "watchdog"])
+    )
     assert died == 9 and code == EXIT_PEER_LOST and "rank 1" in errors, errors[-3000:]
     assert time.monotonic() - started < 80
 
@@ -97,7 +115,10 @@ def trained(job: Job) -> list[subprocess.Popen[str]]:
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
     # Kernels are compiled in the first step.
-    whole, struck = (Job(tmp_path, name, steps=12, every_steps=4, min_seconds=60) for name in ("whole", "struck"))
+    whole, struck = (
+        Job(tmp_path, name, steps=12, every_steps=4, min_seconds=60)
+        for name in ("whole", "struck")
+    )
     ended = finish(trained(whole))
     assert [code for code, _, _ in ended] == [0, 0], ended[0][2][-3000:]
     processes = trained(struck)

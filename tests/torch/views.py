@@ -20,7 +20,9 @@ def _transposed(x: Tensor, a: int, b: int) -> Tensor:
 
 
 def _strided(x: Tensor, dim: int) -> Tensor:
-    return x.repeat_interleave(2, dim)[(slice(None),) * (dim % x.ndim) + (slice(None, None, 2),)]
+    return x.repeat_interleave(2, dim)[
+        (slice(None),) * (dim % x.ndim) + (slice(None, None, 2),)
+    ]
 
 
 def _offset(x: Tensor) -> Tensor:

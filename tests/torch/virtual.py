@@ -16,13 +16,19 @@ from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
 from ringspan.torch.transport.protocol import FakeTransport, MessageKey
 
 Queue = queue.Queue[Tensor]
-_PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 30  # on a GPU, kernels are compiled meanwhile
+# on a GPU, kernels are compiled meanwhile
+_PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 30
 
 
 class Mailbox:
     """The network as one of the threads sees it (``transport.protocol.Network``), and what it has sent."""
 
-    def __init__(self, rank: int, queues: dict[tuple[int, int, MessageKey], Queue], turn: threading.Lock) -> None:
+    def __init__(
+        self,
+        rank: int,
+        queues: dict[tuple[int, int, MessageKey], Queue],
+        turn: threading.Lock,
+    ) -> None:
         """``queues`` are by sender, receiver and message; ``turn`` is held by the thread that computes."""
         self._rank, self._queues, self._turn = rank, queues, turn
         self.num_sends = 0
@@ -33,13 +39,17 @@ class Mailbox:
         self.num_sends += 1
         self.sent_bytes += message.nbytes
 
-    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None]:
+    def receive(
+        self, pending: Sequence[PendingReceive], key: MessageKey
+    ) -> Callable[[], None]:
         channels = [self._queues[each.sender, self._rank, key] for each in pending]
 
         def wait() -> None:
             for channel, each in zip(channels, pending, strict=True):
                 arrived = self._take(channel)
-                assert TensorSpec.like(arrived) == each.spec, "a message of another size or type"
+                assert TensorSpec.like(arrived) == each.spec, (
+                    "a message of another size or type"
+                )
                 each.read().copy_(arrived)
 
         return wait
@@ -55,7 +65,9 @@ class Mailbox:
             self._turn.acquire()
 
 
-def on_ranks(ranks: int, function: Callable[[int, FakeTransport], Any]) -> tuple[list[Any], list[Mailbox]]:
+def on_ranks(
+    ranks: int, function: Callable[[int, FakeTransport], Any]
+) -> tuple[list[Any], list[Mailbox]]:
     """``function(rank, transport)`` on every rank, and what each has sent; no message may be left over.
 
     They take turns, each until it waits for a message: threads that compute at once would wait for Python's lock at
@@ -73,7 +85,10 @@ def on_ranks(ranks: int, function: Callable[[int, FakeTransport], Any]) -> tuple
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=call, args=(rank,), daemon=True)
+        for rank in range(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,5 +96,7 @@ def on_ranks(ranks: int, function: Callable[[int, FakeTransport], Any]) -> tuple
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    assert all(channel.empty() for channel in queues.values()), "a message was sent that nobody received"
+    assert all(channel.empty() for channel in queues.values()), (
+        "a message was sent that nobody received"
+    )
     return results, mailboxes

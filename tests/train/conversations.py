@@ -9,7 +9,17 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
-WORDS = ["<pad>", "<end>", "<image>", "user:", "assistant:", "what", "colour", "is", "this"]
+WORDS = [
+    "<pad>",
+    "<end>",
+    "<image>",
+    "user:",
+    "assistant:",
+    "what",
+    "colour",
+    "is",
+    "this",
+]
 WORDS += ["red", "green", "blue", "and", "then", "a", "square"]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
@@ -24,10 +34,15 @@ def write_processor(folder: Path, template: str = TEMPLATE) -> Any:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<image>"]
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<image>"],
     )
     images = CLIPImageProcessorPil(
-        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, do_center_crop=True
+        size={"shortest_edge": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
+        do_center_crop=True,
     )
     processor = LlavaProcessor(
         image_processor=images,
@@ -56,7 +71,10 @@ def write_conversations(folder: Path, count: int) -> Path:
         parts = [{"type": "image", "path": f"{name}.png"} for name in names]
         question = [*parts, {"type": "text", "text": "what colour is this"}]
         answer = " and then ".join(names) or "a square"
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
         lines.append(json.dumps({"messages": messages}))
     (folder / "talk.jsonl").write_text("\n".join(lines) + "\n")
     return folder / "talk.jsonl"

@@ -35,7 +35,9 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
             parameter.grad.to_local().view(-1)[5] = value
         with CommDebugMode() as exchanges:
             total = original(parameters).full_tensor()
-        assert exchanges.get_total_counts() == 1, "the ranks sum up one norm, not one of each parameter"
+        assert exchanges.get_total_counts() == 1, (
+            "the ranks sum up one norm, not one of each parameter"
+        )
         return total
 
     jobs.gradient_norm = poison_and_measure
@@ -44,8 +46,13 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
             before = [p.to_local().clone() for p in job.model.parameters()]
             counts = [float(state["step"]) for state in job.optimizer.state.values()]
             _, verdict = job.step(step, guard)
-            unchanged = all(torch.equal(a, p.to_local()) for a, p in zip(before, job.model.parameters(), strict=True))
-            unchanged &= counts == [float(state["step"]) for state in job.optimizer.state.values()]
+            unchanged = all(
+                torch.equal(a, p.to_local())
+                for a, p in zip(before, job.model.parameters(), strict=True)
+            )
+            unchanged &= counts == [
+                float(state["step"]) for state in job.optimizer.state.values()
+            ]
             told.append((verdict.apply, unchanged, verdict.problem))
     finally:
         jobs.gradient_norm = original
@@ -57,19 +64,31 @@ def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):
     for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]
         assert [unchanged for _, unchanged, _ in told] == [False, True, False]
-        assert f"gradient of {WHERE} not finite on rank 2" in told[1][2] and told[1][2].startswith("step 2: ")
+        assert f"gradient of {WHERE} not finite on rank 2" in told[1][2] and told[1][
+            2
+        ].startswith("step 2: ")
         assert told[0][2] is told[2][2] is None
 
 
 @pytest.mark.parametrize(
     ("changes", "poisoned", "message"),
     [
-        ({"non_finite": "stop"}, [2], "step 2: .*on rank 2; the weights are those of step 1"),
-        ({"max_skipped_steps": 1}, [1, 2], "step 2: .*on rank 2; 1 steps before it were skipped already"),
+        (
+            {"non_finite": "stop"},
+            [2],
+            "step 2: .*on rank 2; the weights are those of step 1",
+        ),
+        (
+            {"max_skipped_steps": 1},
+            [1, 2],
+            "step 2: .*on rank 2; 1 steps before it were skipped already",
+        ),
     ],
 )
 def test_all_ranks_stop_where_they_should(pool, text, changes, poisoned, message):
-    outcomes = pool.outcomes(steps_with_nan, 4, settings(text, "nan", guard=changes), poisoned, math.nan)
+    outcomes = pool.outcomes(
+        steps_with_nan, 4, settings(text, "nan", guard=changes), poisoned, math.nan
+    )
     for outcome in outcomes:
         with pytest.raises(Diverged, match=message):
             raise outcome
@@ -82,7 +101,9 @@ def judge_apart(mesh):
 
 def test_ranks_at_different_steps_are_told(pool):
     for outcome in pool.outcomes(judge_apart, 4):
-        assert isinstance(outcome, PeerMismatch) and "different steps: from 5 to 6" in str(outcome)
+        assert isinstance(
+            outcome, PeerMismatch
+        ) and "different steps: from 5 to 6" in str(outcome)
 
 
 def name_weights(mesh):
@@ -101,7 +122,12 @@ def curves(seed: int, steps: int):
     generator = random.Random(seed)
     for step in range(steps):
         loss = (2.0 + 4.0 * math.exp(-step / 60)) * math.exp(generator.gauss(0, 0.08))
-        yield loss, 1.5 * math.exp(generator.gauss(0, 0.3)) * (1.0 if generator.random() > 0.01 else 2.5)
+        yield (
+            loss,
+            1.5
+            * math.exp(generator.gauss(0, 0.3))
+            * (1.0 if generator.random() > 0.01 else 2.5),
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -148,17 +174,40 @@ def train_with_a_spike(mesh, config, spike_step):
 
 
 def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):
-    config = settings(text, "rewind", steps=6, checkpoints={"every_steps": 2}, guard={"spike": "rewind"}, evaluation={})
+    config = settings(
+        text,
+        "rewind",
+        steps=6,
+        checkpoints={"every_steps": 2},
+        guard={"spike": "rewind"},
+        evaluation={},
+    )
     for _, places in pool.run(train_with_a_spike, 4, config, 5):
-        assert places == [0, 1, 2, 3, 4, 5, 6]  # step 5 rewinds to 4 and is taken again, two sequences later
-    lines, _ = pool.run(train_with_a_spike, 4, settings(text, "skip", steps=3, guard={"spike": "skip"}), 2)[0]
+        # step 5 rewinds to 4 and is taken again, two sequences later
+        assert places == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+        ]
+    lines, _ = pool.run(
+        train_with_a_spike,
+        4,
+        settings(text, "skip", steps=3, guard={"spike": "skip"}),
+        2,
+    )[0]
     assert lines == ["step 2: a spike on another rank"]
     steps = [step for step, name in curve(text / "rewind") if name == "loss"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_rewind_without_a_checkpoint_skips(pool, text):
-    config = settings(text, "no rewind", checkpoints={"every_steps": 0}, guard={"spike": "rewind"})
+    config = settings(
+        text, "no rewind", checkpoints={"every_steps": 0}, guard={"spike": "rewind"}
+    )
     lines, places = pool.run(train_with_a_spike, 4, config, 2)[0]
     assert places == [0, 1, 2]
     assert any("there is no checkpoint to rewind to; skipped" in line for line in lines)

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +32,9 @@ def run(mesh: DeviceMesh, changes: dict[str, Any], reload_after: int) -> Any:
     for step, rate in enumerate(RATES):
         if step == reload_after:
             saved = get_optimizer_state_dict(model, optimizer)
-            moments = [v for s in saved["state"].values() for k, v in s.items() if k != "step"]
+            moments = [
+                v for s in saved["state"].values() for k, v in s.items() if k != "step"
+            ]
             assert moments and all(isinstance(moment, DTensor) for moment in moments)
             optimizer = build_optimizer(model, settings)
             set_optimizer_state_dict(model, optimizer, saved)
@@ -42,7 +47,9 @@ def run(mesh: DeviceMesh, changes: dict[str, Any], reload_after: int) -> Any:
 
 def test_moments_on_the_host_give_the_same_weights(pool):
     for plain, on_host in zip(
-        pool.run(run, 2, {}, -1), pool.run(run, 2, {"on_host": True, "weight_decay": 0.1}, 2), strict=True
+        pool.run(run, 2, {}, -1),
+        pool.run(run, 2, {"on_host": True, "weight_decay": 0.1}, 2),
+        strict=True,
     ):
         for name, weight in plain.items():
             assert relative(on_host[name], weight) < 1e-6, name
@@ -54,14 +61,17 @@ def test_moments_in_8_bits_need_a_package(monkeypatch):
         build_optimizer(build("llama"), OptimizerConfig(state="8bit"))
 
 
-@torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a minute and says nothing more
+# torchao compiles its step, which takes a minute and says nothing more
+@torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize(("low", "bound"), [("8bit", 0.02), ("4bit", 0.3)])
 def test_moments_in_few_bits_are_near(low, bound):
     pytest.importorskip("torchao")
     weights = []
     for state in ("float32", low):
         model = build("llama", hidden_size=64, intermediate_size=256)
-        optimizer = build_optimizer(model, OptimizerConfig(state=state, learning_rate=1e-2))
+        optimizer = build_optimizer(
+            model, OptimizerConfig(state=state, learning_rate=1e-2)
+        )
         ids = tokens(1, 24)
         for _ in range(3):
             model(input_ids=ids, labels=ids).loss.backward()
@@ -69,7 +79,10 @@ def test_moments_in_few_bits_are_near(low, bound):
             optimizer.zero_grad()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     start = torch.cat(
-        [p.detach().flatten() for p in build("llama", hidden_size=64, intermediate_size=256).parameters()]
+        [
+            p.detach().flatten()
+            for p in build("llama", hidden_size=64, intermediate_size=256).parameters()
+        ]
     )
     assert relative(weights[1] - start, weights[0] - start) < bound
 
@@ -85,14 +98,25 @@ def saved_in_8_bits(mesh: DeviceMesh, folder: Path) -> tuple[float, float]:
     """How far a moment in 8 bits is from what it was before it was saved and read, and how large."""
     found = []
     for seed in range(2):
-        model = rs.parallelize(build("llama", hidden_size=64, intermediate_size=256, vocab_size=256), mesh)
-        optimizer = build_optimizer(model, OptimizerConfig(state="8bit", learning_rate=1e-2))
+        model = rs.parallelize(
+            build("llama", hidden_size=64, intermediate_size=256, vocab_size=256), mesh
+        )
+        optimizer = build_optimizer(
+            model, OptimizerConfig(state="8bit", learning_rate=1e-2)
+        )
         checkpoints = Checkpoints(folder, run_id="run1", asynchronous=False)
         ids = tokens(1, 24)
         if seed == 0:
-            model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
+            model(
+                **rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+            ).loss.backward()
             optimizer.step()
-            assert checkpoints.save(1, run_state(model, optimizer), {}, {}, mesh={}, layout="zigzag") is None
+            assert (
+                checkpoints.save(
+                    1, run_state(model, optimizer), {}, {}, mesh={}, layout="zigzag"
+                )
+                is None
+            )
         else:
             folder_, manifest = checkpoints.find().folder, checkpoints.find().manifest
             assert folder_ is not None and manifest is not None
@@ -113,15 +137,25 @@ def saved_with_another(mesh: DeviceMesh, folder: Path) -> list[str]:
     """What loading says in a job of another optimizer, without moments and with."""
     model, found = rs.parallelize(build("llama"), mesh), list[str]()
     optimizers = {
-        name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=m) for name, m in (("no", 0), ("has", 0.9))
+        name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=m)
+        for name, m in (("no", 0), ("has", 0.9))
     }
     for saving, loading in (("no", "has"), ("has", "no")):
         checkpoints = Checkpoints(folder / saving, run_id="run1", asynchronous=False)
-        checkpoints.save(1, run_state(model, optimizers[saving]), {}, {}, mesh={}, layout="zigzag")
+        checkpoints.save(
+            1, run_state(model, optimizers[saving]), {}, {}, mesh={}, layout="zigzag"
+        )
         saved, other = checkpoints.find(), optimizers[loading]
         assert saved.folder is not None and saved.manifest is not None
         try:
-            load_state(checkpoints, saved.folder, saved.manifest, run_state(model, other), other, {})
+            load_state(
+                checkpoints,
+                saved.folder,
+                saved.manifest,
+                run_state(model, other),
+                other,
+                {},
+            )
         except CheckpointError as error:
             found.append(str(error))
         checkpoints.close()
@@ -130,5 +164,11 @@ def saved_with_another(mesh: DeviceMesh, folder: Path) -> list[str]:
 
 def test_a_checkpoint_of_another_optimizer_blames_it(pool, tmp_path):
     for lacks, has in pool.run(saved_with_another, 4, tmp_path):
-        assert "momentum_buffer; was it saved with another optimizer? set that one again" in lacks
-        assert "momentum_buffer, which SGD does not keep; it was saved with another optimizer" in has
+        assert (
+            "momentum_buffer; was it saved with another optimizer? set that one again"
+            in lacks
+        )
+        assert (
+            "momentum_buffer, which SGD does not keep; it was saved with another optimizer"
+            in has
+        )

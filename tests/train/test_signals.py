@@ -46,12 +46,22 @@ SAID = "stopping after this step; press Ctrl-C again to abort"
         ([signal.SIGINT] * 3, 0.45 * ABORT, [SAID]),
         ([signal.SIGINT] * 2, ABORT, [SAID, "abort"]),
         ([signal.SIGTERM] * 3, ABORT, ["SIGTERM: stopping after this step"]),
-        ([signal.SIGUSR1, signal.SIGTERM], ABORT, ["SIGUSR1: stopping after this step"]),
-        ([signal.SIGTERM, signal.SIGINT], ABORT, ["SIGTERM: stopping after this step", SAID]),
+        (
+            [signal.SIGUSR1, signal.SIGTERM],
+            ABORT,
+            ["SIGUSR1: stopping after this step"],
+        ),
+        (
+            [signal.SIGTERM, signal.SIGINT],
+            ABORT,
+            ["SIGTERM: stopping after this step", SAID],
+        ),
         ([signal.SIGINT, signal.SIGTERM], ABORT, [SAID]),
     ],
 )
-def test_the_first_is_announced_and_a_second_interrupt_aborts(heard, numbers, apart, expected):
+def test_the_first_is_announced_and_a_second_interrupt_aborts(
+    heard, numbers, apart, expected
+):
     request, events, strike = heard
     before = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
     with request:
@@ -66,11 +76,13 @@ def test_the_first_is_announced_and_a_second_interrupt_aborts(heard, numbers, ap
 def test_the_answer_does_not_wait_for_the_main_thread():
     read, write = os.pipe()
     with StopRequest(lambda line: os.write(write, b"answered")) as request:
-        signal.siginterrupt(signal.SIGINT, False)  # C goes on after a signal, as a backward pass does
+        # C goes on after a signal, as a backward pass does
+        signal.siginterrupt(signal.SIGINT, False)
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         late = threading.Timer(20, os.write, [write, b"too late"])
         late.start()
-        ctypes.CDLL(None).read(read, said := ctypes.create_string_buffer(20), 20)  # in which no handler runs
+        # in which no handler runs
+        ctypes.CDLL(None).read(read, said := ctypes.create_string_buffer(20), 20)
         late.cancel()
     assert said.value == b"answered" and request.signal_name == "SIGINT"
     os.close(read), os.close(write)

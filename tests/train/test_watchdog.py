@@ -49,14 +49,20 @@ def test_a_rank_that_stands_still_is_named_by_all(tmp_path, culprit):
     for rank in range(3):
         report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
         assert f"rank {culprit} at step 5" in report and "(furthest behind)" in report
-        assert float(re.search(r"no progress for ([\d.]+) s", report)[1]) >= QUICK.min_seconds
-        assert "exit code 76" in report and "in wait_for" in report  # the stack of the main thread
+        assert (
+            float(re.search(r"no progress for ([\d.]+) s", report)[1])
+            >= QUICK.min_seconds
+        )
+        # the stack of the main thread
+        assert "exit code 76" in report and "in wait_for" in report
 
 
 def fall_silent(folder, culprit):
     """A rank is cut off while it saves, for which it has patience."""
     codes: list[int] = []
-    watchdog = Watchdog(QUICK.model_copy(update={"silence_seconds": 2.0}), folder, end=codes.append)
+    watchdog = Watchdog(
+        QUICK.model_copy(update={"silence_seconds": 2.0}), folder, end=codes.append
+    )
     is_culprit = dist.get_rank() == culprit
     if is_culprit:
         watchdog._machine = "another"  # or it would be killed
@@ -66,7 +72,9 @@ def fall_silent(folder, culprit):
         with watchdog.doing("saving"):
             wait_until_told(watchdog)
             if is_culprit:
-                watchdog._tell, watchdog._judge, watchdog._receive = (lambda *_: None for _ in range(3))
+                watchdog._tell, watchdog._judge, watchdog._receive = (
+                    lambda *_: None for _ in range(3)
+                )
                 while len(list(folder.iterdir())) < 2:  # a report of each of the others
                     time.sleep(0.01)
             else:
@@ -81,7 +89,10 @@ def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(tmp_path, culpr
             assert codes == [EXIT_STALLED]
             report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
             assert float(re.search(r"no progress for ([\d.]+) s", report)[1]) >= 2.0
-            assert re.search(rf"rank {culprit} at step 1.* \(saving\) \(silent, stopped or cut off\)", report)
+            assert re.search(
+                rf"rank {culprit} at step 1.* \(saving\) \(silent, stopped or cut off\)",
+                report,
+            )
 
 
 def fail_alone(mesh, folder, culprit):
@@ -101,9 +112,13 @@ def fail_alone(mesh, folder, culprit):
 @pytest.mark.parametrize("culprit", [0, 3])
 def test_a_rank_that_fails_alone_is_named_by_the_others(pool, tmp_path, culprit):
     results = pool.run(fail_alone, 4, tmp_path, culprit)
-    assert results == [None if rank == culprit else [EXIT_PEER_LOST] for rank in range(4)]
+    assert results == [
+        None if rank == culprit else [EXIT_PEER_LOST] for rank in range(4)
+    ]
     report = (tmp_path / f"attempt-0-rank-{1}.txt").read_text()
-    assert f"rank {culprit} failed with ZeroDivisionError: by chance at step 7" in report
+    assert (
+        f"rank {culprit} failed with ZeroDivisionError: by chance at step 7" in report
+    )
 
 
 def refuse_alone(mesh, folder, culprit):
@@ -137,7 +152,9 @@ def leave_at_once(mesh, folder):
     codes: list[int] = []
     connect = socket.create_connection
     if dist.get_rank() == 1:
-        socket.create_connection = lambda *args, **options: time.sleep(0.2) or connect(*args, **options)
+        socket.create_connection = lambda *args, **options: (
+            time.sleep(0.2) or connect(*args, **options)
+        )
     kind = SlowWatchdog if dist.get_rank() == 0 else Watchdog
     try:
         with kind(QUICK, folder, end=codes.append):
@@ -172,12 +189,17 @@ def unreachable_for_one(mesh, folder):
 def test_a_rank_that_cannot_connect_is_named_by_all(pool, tmp_path):
     for outcome in pool.outcomes(unreachable_for_one, 4, tmp_path):
         assert isinstance(outcome, ConfigError)
-        assert re.match(r"rank 2 cannot connect to rank 0 at 127.0.0.1:\d+: no route to host; open", str(outcome))
+        assert re.match(
+            r"rank 2 cannot connect to rank 0 at 127.0.0.1:\d+: no route to host; open",
+            str(outcome),
+        )
 
 
 def many_steps(folder):
     codes: list[int] = []
-    with Watchdog(QUICK.model_copy(update={"min_seconds": 2.0}), folder, end=codes.append) as watchdog:
+    with Watchdog(
+        QUICK.model_copy(update={"min_seconds": 2.0}), folder, end=codes.append
+    ) as watchdog:
         for step in range(1, 501):
             watchdog.step(step)
             if step % 100 == 0:
@@ -200,13 +222,22 @@ def strange_visitors(mesh, folder):
     with Watchdog(QUICK, folder, end=codes.append) as watchdog:
         watchdog.step(1)
         if dist.get_rank() == 0:
-            for word in (b'{"token": "guess", "rank": 1}\n', b"GET / HTTP/1.1\n\n", b"\xff" * 70_000, b"[1]\n", b""):
-                with socket.create_connection(watchdog._server.getsockname()[:2]) as visitor:
+            for word in (
+                b'{"token": "guess", "rank": 1}\n',
+                b"GET / HTTP/1.1\n\n",
+                b"\xff" * 70_000,
+                b"[1]\n",
+                b"",
+            ):
+                with socket.create_connection(
+                    watchdog._server.getsockname()[:2]
+                ) as visitor:
                     visitor.sendall(word)
                     if word:
                         visitor.settimeout(5)
                         with pytest.raises((ConnectionResetError, StopIteration)):
-                            while visitor.recv(1000):  # heartbeats until the door closes
+                            # heartbeats until the door closes
+                            while visitor.recv(1000):
                                 pass
                             raise StopIteration
             assert watchdog._server.getsockname()[0] == "127.0.0.1"
@@ -214,7 +245,11 @@ def strange_visitors(mesh, folder):
         known: list[int] = []
         while len(known) < (3 if dist.get_rank() == 0 else 1):
             time.sleep(0.01)
-            known = sorted(link.rank for link in watchdog._links if isinstance(link, _Link) and link.rank is not None)
+            known = sorted(
+                link.rank
+                for link in watchdog._links
+                if isinstance(link, _Link) and link.rank is not None
+            )
         dist.barrier()
     return codes, known
 

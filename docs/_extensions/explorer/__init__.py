@@ -19,7 +19,10 @@ HERE = Path(__file__).parent
 
 def page_html() -> str:
     """Controls, pictures and numbers, with their data, style and script."""
-    style, body, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.html", "page.js"))
+    style, body, script = (
+        (HERE / name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.html", "page.js")
+    )
     data = json.dumps(tables(), separators=(",", ":")).replace("</", "<\\/")
     return (
         f"<style>{style}</style>{body}"

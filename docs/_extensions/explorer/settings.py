@@ -32,12 +32,29 @@ from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, timeline, tr
 from ringspan.core.schedule.workspace import Shape
 from ringspan.report.drawing import RANK_COLOURS
 
-LENGTH: Final = 48  # a multiple of twice each number of ranks, so that nothing is padded
-SHAPE: Final = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
+LENGTH: Final = (
+    48  # a multiple of twice each number of ranks, so that nothing is padded
+)
+SHAPE: Final = Shape(
+    batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2
+)
 RANKS: Final = (2, 3, 4, 6, 8)
 LAYOUTS: Final = ("zigzag", "striped", "contiguous", "balanced")
-ROUTES: Final = ("ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2")
-LINKS: Final = (2, 8, 32)  # tokens per rank from which a whole block hides behind a full mask
+ROUTES: Final = (
+    "ring",
+    "bidirectional",
+    "double-ring:2",
+    "all-gather",
+    "pass-q",
+    "ulysses",
+    "ulysses:2",
+)
+# tokens per rank from which a whole block hides behind a full mask
+LINKS: Final = (
+    2,
+    8,
+    32,
+)
 MASKS: Final[dict[str, tuple[str, Mask]]] = {
     "causal": ("causal", causal()),
     "full": ("full", full()),
@@ -48,7 +65,10 @@ MASKS: Final[dict[str, tuple[str, Mask]]] = {
     "equal": ("documents: 16, 16, 16", documents([16, 16, 16])),
     "mixed": ("documents: 5, 11, 29, 3", documents([5, 11, 29, 3])),
     "long": ("documents: 36, 4, 4, 4", documents([36, 4, 4, 4])),
-    "windowed": ("documents: 5, 11, 29, 3 in a window of 6", documents([5, 11, 29, 3], window=6)),
+    "windowed": (
+        "documents: 5, 11, 29, 3 in a window of 6",
+        documents([5, 11, 29, 3], window=6),
+    ),
 }
 
 
@@ -78,7 +98,12 @@ def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
 def speeds(link: int) -> Speeds:
     """A pair takes a unit of time; a block of ``link`` tokens travels in the ``link`` squared units of its pairs."""
     block_bytes = link * SHAPE.kv_numbers * SHAPE.itemsize
-    return Speeds(pair_flops(SHAPE, is_backward=False), block_bytes / link**2, block_bytes / link**2, 1)
+    return Speeds(
+        pair_flops(SHAPE, is_backward=False),
+        block_bytes / link**2,
+        block_bytes / link**2,
+        1,
+    )
 
 
 def tables() -> dict[str, Any]:
@@ -90,17 +115,30 @@ def tables() -> dict[str, Any]:
         layout = layout_of(layout_name, mask, ranks)
         groups = layout.grouped(route.ulysses)
         parts = [part_of(groups, mask, route, group) for group in range(groups.ranks)]
-        trades = {link: trade(layout, layout, SHAPE, route.ulysses, speeds(link)) for link in LINKS}
+        trades = {
+            link: trade(layout, layout, SHAPE, route.ulysses, speeds(link))
+            for link in LINKS
+        }
         rows: list[Any] = [None] * ranks
         for group, part in enumerate(parts):
             steps = [hops.number(each) for each in _steps(part, groups)]
-            waited = [waits.number(each) for each in _waits(part, trades, is_traded=groups.members > 1)]
+            waited = [
+                waits.number(each)
+                for each in _waits(part, trades, is_traded=groups.members > 1)
+            ]
             for place, rank in enumerate(groups.group_ranks(group)):
-                sent = [sends.number(each) for each in _sends(part, groups, place, trades[LINKS[0]])]
+                sent = [
+                    sends.number(each)
+                    for each in _sends(part, groups, place, trades[LINKS[0]])
+                ]
                 rows[rank] = [steps, sent, waited]
         setting = [layouts.number(_positions(layout)), rows, int(route.passes_queries)]
         if groups.members > 1:
-            setting += [_members(groups), layouts.number(_positions(groups)), *_share(parts[0].shape)]
+            setting += [
+                _members(groups),
+                layouts.number(_positions(groups)),
+                *_share(parts[0].shape),
+            ]
         found["|".join((mask_name, layout_name, route_name, str(ranks)))] = setting
     return {
         "length": LENGTH,
@@ -112,7 +150,9 @@ def tables() -> dict[str, Any]:
             "layout": [[name, name] for name in LAYOUTS],
             "route": [[name, name] for name in ROUTES],
             "ranks": [[str(ranks), str(ranks)] for ranks in RANKS],
-            "link": [[str(link), f"a block hides from {link} tokens on"] for link in LINKS],
+            "link": [
+                [str(link), f"a block hides from {link} tokens on"] for link in LINKS
+            ],
         },
         "layouts": layouts.values,
         "hops": hops.values,
@@ -139,7 +179,10 @@ class _Numbered:
 def part_of(groups: Layout, mask: Mask, route: Route, group: int) -> Part:
     """What every rank of a group does between the groups, with its share of the heads."""
     # A page steps through hops: those of an all-gather are the blocks that it lays out at once.
-    schedule = replace(make_schedule(groups, mask, group, route=replace(route, ulysses=1)), gathered=None)
+    schedule = replace(
+        make_schedule(groups, mask, group, route=replace(route, ulysses=1)),
+        gathered=None,
+    )
     share = member_heads(SHAPE.heads, SHAPE.kv_heads, groups.members)[0]
     tokens = groups.tokens_of(group)
     return Part(schedule, SHAPE.of(share), tokens=tokens, key_tokens=tokens)
@@ -155,7 +198,9 @@ def _members(groups: Layout) -> list[tuple[int, ...]]:
 
 def _share(shape: Shape) -> tuple[int, float]:
     """The heads of one rank, and the time that a pair takes in them."""
-    return shape.heads, pair_flops(shape, is_backward=False) / pair_flops(SHAPE, is_backward=False)
+    return shape.heads, pair_flops(shape, is_backward=False) / pair_flops(
+        SHAPE, is_backward=False
+    )
 
 
 def _steps(part: Part, groups: Layout) -> list[list[Any]]:
@@ -170,12 +215,18 @@ def _hop(hop: Hop, groups: Layout) -> list[Any]:
 
     Where queries travel, a tile's rows are the owner's, and its columns those of the rank that computes.
     """
-    here: Ranges = hop.arrives.ranges if hop.index else ((0, groups.tokens_of(hop.owner)),)
-    tiles = [[band.q0, band.q1, band.k0, band.k1, band.lo, band.hi] for band in hop.bands]
+    here: Ranges = (
+        hop.arrives.ranges if hop.index else ((0, groups.tokens_of(hop.owner)),)
+    )
+    tiles = [
+        [band.q0, band.q1, band.k0, band.k1, band.lo, band.hi] for band in hop.bands
+    ]
     return [hop.owner, size(here), hop.num_pairs, tiles]
 
 
-def _sends(part: Part, groups: Layout, place: int, trades: tuple[Pass, Pass]) -> list[list[list[int]]]:
+def _sends(
+    part: Part, groups: Layout, place: int, trades: tuple[Pass, Pass]
+) -> list[list[list[int]]]:
     """For each step (peer, tokens, bytes, whether they are results), of the rank at a place of its group.
 
     Blocks leave at a hop's start and results at its end, and go to the rank at the same place of another group.
@@ -190,25 +241,40 @@ def _sends(part: Part, groups: Layout, place: int, trades: tuple[Pass, Pass]) ->
         elif isinstance(event, Post):
             is_result = event.number % MESSAGES_PER_HOP
             (sent[computed] if is_result else blocks).extend(
-                [groups.group_ranks(peer)[place], size(each.ranges), each.num_bytes, is_result]
+                [
+                    groups.group_ranks(peer)[place],
+                    size(each.ranges),
+                    each.num_bytes,
+                    is_result,
+                ]
                 for peer, each in event.sends
             )
     if groups.members == 1:
         return sent
-    there, back = (_traded(part, groups, place, each, is_result) for is_result, each in enumerate(trades))
+    there, back = (
+        _traded(part, groups, place, each, is_result)
+        for is_result, each in enumerate(trades)
+    )
     return [there, *sent, back]
 
 
-def _traded(part: Part, groups: Layout, place: int, whole: Pass, is_result: int) -> list[list[int]]:
+def _traded(
+    part: Part, groups: Layout, place: int, whole: Pass, is_result: int
+) -> list[list[int]]:
     """An all-to-all as what a rank sends: alike to each other rank of its group."""
     ranks = groups.group_ranks(part.schedule.rank)
     peers = [rank for rank in ranks if rank != ranks[place]]
     # A trade is about the rank's own tokens there, and about as many of each peer's back.
-    tokens, num_bytes = part.tokens // len(ranks), int(whole.inter_node_bytes) // len(peers)
+    tokens, num_bytes = (
+        part.tokens // len(ranks),
+        int(whole.inter_node_bytes) // len(peers),
+    )
     return [[peer, tokens, num_bytes, is_result] for peer in peers]
 
 
-def _waits(part: Part, trades: dict[int, tuple[Pass, Pass]], *, is_traded: bool) -> list[list[float]]:
+def _waits(
+    part: Part, trades: dict[int, tuple[Pass, Pass]], *, is_traded: bool
+) -> list[list[float]]:
     """For each kind of link the time waited before each step, and after the last one."""
     found: list[list[float]] = []
     for link, (there, back) in trades.items():
@@ -220,5 +286,10 @@ def _waits(part: Part, trades: dict[int, tuple[Pass, Pass]], *, is_traded: bool)
                 before += stretch.stop - stretch.start
         waited[-1] = before
         # Nobody waits to trade: what a trade takes is waited for by what comes next.
-        found.append([round(each, 1) for each in ([0.0, *waited, back.seconds] if is_traded else waited)])
+        found.append(
+            [
+                round(each, 1)
+                for each in ([0.0, *waited, back.seconds] if is_traded else waited)
+            ]
+        )
     return found

@@ -70,23 +70,35 @@ class _Snapshot:
 class Checkpoints:
     """A run's checkpoints; all ranks call each method. One save at a time, in a thread, from a CPU copy of shards."""
 
-    def __init__(self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True
+    ) -> None:
         self.folder, self.run_id = folder, run_id
         self._keep, self._asynchronous = keep, asynchronous
         # Its own group: a save talks while the training step does. Gloo: it talks about what is on the CPU.
         # One rank may write for long, so not for less time than such groups have by themselves.
-        timeout = max(default_pg_timeout, timedelta(seconds=world_timeout_seconds(local_device())))
+        timeout = max(
+            default_pg_timeout, timedelta(seconds=world_timeout_seconds(local_device()))
+        )
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self.newest_step: int | None = None  # the last step that was committed or loaded here
+        self.newest_step: int | None = (
+            None  # the last step that was committed or loaded here
+        )
         self._on_first(f"{folder}: cannot be prepared", self._clean)
 
     def save(
-        self, step: int, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor], state: dict[str, Any], *,
-        mesh: Mapping[str, int], layout: str,
-    ) -> CheckpointError | None:  # fmt: skip
+        self,
+        step: int,
+        shared: Mapping[str, Tensor | Part],
+        own: Mapping[str, Tensor],
+        state: dict[str, Any],
+        *,
+        mesh: Mapping[str, int],
+        layout: str,
+    ) -> CheckpointError | None:
         """Start to save the current values, unless the step is saved; return the previous save's error, if any.
 
         An existing checkpoint is replaced when this one is complete. ``shared``: the job's tensors, split or the same
@@ -98,11 +110,30 @@ class Checkpoints:
         if step == self.newest_step:
             return earlier
         mine = {_own_name(self._rank, name): tensor for name, tensor in own.items()}
-        chunks = {name: chunk.on_cpu() for name, tensor in shared.items() for chunk in written_by_me(tensor)}
-        chunks |= {name: Chunk((0,) * tensor.ndim, tensor).on_cpu() for name, tensor in mine.items()}
-        whole = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in {**shared, **mine}.items()}
-        snapshot = _Snapshot(step=step, chunks=chunks, whole=whole, mesh=dict(mesh), layout=layout, state=state)
-        self._thread = threading.Thread(target=self._save, args=(snapshot,), name=f"save step {step}", daemon=True)
+        chunks = {
+            name: chunk.on_cpu()
+            for name, tensor in shared.items()
+            for chunk in written_by_me(tensor)
+        }
+        chunks |= {
+            name: Chunk((0,) * tensor.ndim, tensor).on_cpu()
+            for name, tensor in mine.items()
+        }
+        whole = {
+            name: (dtype_name(tensor), tuple(tensor.shape))
+            for name, tensor in {**shared, **mine}.items()
+        }
+        snapshot = _Snapshot(
+            step=step,
+            chunks=chunks,
+            whole=whole,
+            mesh=dict(mesh),
+            layout=layout,
+            state=state,
+        )
+        self._thread = threading.Thread(
+            target=self._save, args=(snapshot,), name=f"save step {step}", daemon=True
+        )
         self._thread.start()
         return earlier if self._asynchronous else self.wait() or earlier
 
@@ -116,14 +147,25 @@ class Checkpoints:
 
     def poll(self) -> CheckpointError | None:
         """Return ``wait``'s result, or None while the save is running."""
-        return None if self._thread is not None and self._thread.is_alive() else self.wait()
+        return (
+            None
+            if self._thread is not None and self._thread.is_alive()
+            else self.wait()
+        )
 
     def find(self) -> Found:
         """Find the newest checkpoint whose manifest and shards verify, sharing the reading."""
         found = Found()
-        for name in reversed(self._on_first(f"{self.folder}: cannot be read", lambda: saved_steps(self.folder))):
+        for name in reversed(
+            self._on_first(
+                f"{self.folder}: cannot be read", lambda: saved_steps(self.folder)
+            )
+        ):
             try:
-                found.folder, found.manifest = self.folder / name, self.check(self.folder / name)
+                found.folder, found.manifest = (
+                    self.folder / name,
+                    self.check(self.folder / name),
+                )
                 self.newest_step = found.manifest.step
                 return found
             except CheckpointError as error:
@@ -138,7 +180,9 @@ class Checkpoints:
             nonlocal manifest
             manifest = read_manifest(folder)
             if manifest.run_id != self.run_id:
-                raise CheckpointError(f"{folder / MANIFEST}: is of run {manifest.run_id}, expected {self.run_id}")
+                raise CheckpointError(
+                    f"{folder / MANIFEST}: is of run {manifest.run_id}, expected {self.run_id}"
+                )
             # Each file is read once in all, not once per rank: shards of a large model take minutes to verify.
             for name in sorted(manifest.files)[self._rank :: self._num_ranks]:
                 verify(folder, manifest, name)
@@ -147,15 +191,23 @@ class Checkpoints:
         manifest: Manifest | None = None
         # On a shared file system that lags, or on none, ranks may resume from different steps and notice nothing.
         if len(set(self._together("", work))) > 1:
-            raise CheckpointError(f"{folder / MANIFEST}: the ranks read different manifests; is the folder shared?")
+            raise CheckpointError(
+                f"{folder / MANIFEST}: the ranks read different manifests; is the folder shared?"
+            )
         assert manifest is not None, "read by work"
         return manifest
 
     def load(
-        self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor] | None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        shared: Mapping[str, Tensor | Part],
+        own: Mapping[str, Tensor] | None,
     ) -> None:
         """Fill tensors in place from a checked checkpoint of any mesh (``own``: equal ranks); errors are all ranks'."""
-        mine = {_own_name(self._rank, name): tensor for name, tensor in (own or {}).items()}
+        mine = {
+            _own_name(self._rank, name): tensor for name, tensor in (own or {}).items()
+        }
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
 
     def close(self) -> CheckpointError | None:
@@ -169,11 +221,17 @@ class Checkpoints:
         try:
             # All sizes first: whether there is room is known before a byte is written.
             sizes = self._together("", lambda: snapshot.num_bytes)
-            self._on_first("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
+            self._on_first(
+                "no checkpoint", lambda: self._make_room(scratch, sum(sizes))
+            )
             what = f"step {snapshot.step} not saved"
             try:
-                parts = self._together(what, lambda: _write_shard(scratch, self, snapshot))
-                self._on_first(what, lambda: self._commit(scratch, complete, snapshot, parts))
+                parts = self._together(
+                    what, lambda: _write_shard(scratch, self, snapshot)
+                )
+                self._on_first(
+                    what, lambda: self._commit(scratch, complete, snapshot, parts)
+                )
             # A half-written folder would take the room that the next save needs.
             except BaseException:
                 if self._rank == 0:
@@ -182,7 +240,9 @@ class Checkpoints:
             self.newest_step = snapshot.step
         except CheckpointError as error:
             self._error = error
-        except RuntimeError as error:  # a peer is gone; the training step finds the same
+        except (
+            RuntimeError
+        ) as error:  # a peer is gone; the training step finds the same
             self._error = CheckpointError(f"step {snapshot.step} not saved: {error}")
 
     def _make_room(self, scratch: Path, num_bytes: int) -> None:
@@ -190,12 +250,20 @@ class Checkpoints:
         needed = num_bytes + _HEADROOM_BYTES
         # A disk that fills up halfway fails on some ranks and not on others, and has cost the time of the save.
         if free < needed:
-            raise CheckpointError(f"{self.folder}: {needed:,} bytes are needed, {free:,} are free; make room")
+            raise CheckpointError(
+                f"{self.folder}: {needed:,} bytes are needed, {free:,} are free; make room"
+            )
         if scratch.exists():
             shutil.rmtree(scratch)
         scratch.mkdir()
 
-    def _commit(self, scratch: Path, complete: Path, snapshot: _Snapshot, parts: Sequence["_Part"]) -> None:
+    def _commit(
+        self,
+        scratch: Path,
+        complete: Path,
+        snapshot: _Snapshot,
+        parts: Sequence["_Part"],
+    ) -> None:
         whole = {name: entry for part in parts for name, entry in part.whole.items()}
         pieces: dict[str, list[Piece]] = {name: [] for name in whole}
         for part in parts:
@@ -216,8 +284,9 @@ class Checkpoints:
         )
         # The manifest is the last file written: a folder without one is no checkpoint.
         write_synced(scratch / MANIFEST, manifest.dump())
+        # refused when the run was resumed; the step was computed anew
         sync_folder(scratch)
-        if complete.exists():  # refused when the run was resumed; the step was computed anew
+        if complete.exists():
             complete.rename(self.folder / f"{complete.name}.tmp-replaced")
         # The commit. A rename is atomic; what it names was synced before, and the folder that holds the name is after.
         scratch.rename(complete)
@@ -247,15 +316,27 @@ class Checkpoints:
         problem, result = None, None
         try:
             result = work()
-        except (CheckpointError, OSError, SafetensorError, ValueError, MemoryError) as error:
+        except (
+            CheckpointError,
+            OSError,
+            SafetensorError,
+            ValueError,
+            MemoryError,
+        ) as error:
             known = isinstance(error, CheckpointError)
             problem = str(error) if known else f"{type(error).__name__}: {error}"
         votes = gather((problem, result), self._group)
-        problems = {rank: problem for rank, (problem, _) in enumerate(votes) if problem is not None}
+        problems = {
+            rank: problem
+            for rank, (problem, _) in enumerate(votes)
+            if problem is not None
+        }
         if problems:
             rank, first = next(iter(problems.items()))
             more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-            raise CheckpointError(f"{what}: rank {rank}: {first}{more}" if what else f"{first}{more}")
+            raise CheckpointError(
+                f"{what}: rank {rank}: {first}{more}" if what else f"{first}{more}"
+            )
         return [result for _, result in votes]
 
 
@@ -272,12 +353,18 @@ def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) ->
     name = f"rank_{rank:05d}.safetensors"
     # Rank 0 speaks for what all share; the others for what is theirs alone.
     own = _own_name(rank, "")
-    whole = {n: facts for n, facts in snapshot.whole.items() if rank == 0 or n.startswith(own)}
+    whole = {
+        n: facts
+        for n, facts in snapshot.whole.items()
+        if rank == 0 or n.startswith(own)
+    }
     if not snapshot.chunks:
         return _Part(file=name, entry=None, pieces={}, whole=whole)
     path = folder / name
     try:
-        entry = write_shard(path, snapshot.chunks, origin_of(checkpoints.run_id, snapshot.step))
+        entry = write_shard(
+            path, snapshot.chunks, origin_of(checkpoints.run_id, snapshot.step)
+        )
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(folder).free
         raise CheckpointError(
@@ -292,7 +379,11 @@ def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) ->
 
 def saved_steps(folder: Path) -> list[str]:
     """Return the names of a folder's checkpoints, the oldest first."""
-    return sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
+    return sorted(
+        path.name
+        for path in folder.glob("step_*")
+        if path.name.removeprefix("step_").isdecimal()
+    )
 
 
 def _own_name(rank: int, name: str) -> str:

@@ -8,7 +8,14 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,13 +57,20 @@ class TensorEntry(_Record):
     def _pieces_make_it_up(self) -> "TensorEntry":
         for piece in self.pieces:
             inside = len(piece.offset) == len(piece.shape) == len(self.shape) and all(
-                first + size <= whole for first, size, whole in zip(piece.offset, piece.shape, self.shape, strict=True)
+                first + size <= whole
+                for first, size, whole in zip(
+                    piece.offset, piece.shape, self.shape, strict=True
+                )
             )
             if not inside:
-                raise ValueError(f"a piece {piece.offset} + {piece.shape} is not inside the shape {self.shape}")
+                raise ValueError(
+                    f"a piece {piece.offset} + {piece.shape} is not inside the shape {self.shape}"
+                )
         if len({piece.offset for piece in self.pieces}) < len(self.pieces):
             raise ValueError("two pieces start at the same place")
-        if sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+        if sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(
+            self.shape
+        ):
             raise ValueError(f"the pieces do not make up the shape {self.shape}")
         return self
 
@@ -70,7 +84,8 @@ class Manifest(_Record):
     num_ranks: int = Field(ge=1)
     mesh: dict[str, int]
     layout: str
-    state: dict[str, Any]  # JSON values for resuming: data position, guard, configuration
+    # JSON values for resuming: data position, guard, configuration
+    state: dict[str, Any]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
@@ -82,7 +97,9 @@ class Manifest(_Record):
         for tensor, entry in self.tensors.items():
             for piece in entry.pieces:
                 if piece.file not in self.files:
-                    raise ValueError(f"{tensor} lies in {piece.file!r}, which is not among the files")
+                    raise ValueError(
+                        f"{tensor} lies in {piece.file!r}, which is not among the files"
+                    )
         return self
 
     def dump(self) -> str:
@@ -92,11 +109,15 @@ class Manifest(_Record):
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(read_signed(path, "the checkpoint was not finished: use another"))
+        return Manifest.model_validate(
+            read_signed(path, "the checkpoint was not finished: use another")
+        )
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])
-        raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
+        raise CheckpointError(
+            f"{path}: {shortened(place)}: {shortened(problem['msg'])}"
+        ) from error
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
@@ -154,11 +175,15 @@ def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
         yield Chunk((0,) * tensor.ndim, tensor.detach())
         return
     # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
-    places: Any = (tensor.like if isinstance(tensor, Part) else tensor).__create_chunk_list__()
+    places: Any = (
+        tensor.like if isinstance(tensor, Part) else tensor
+    ).__create_chunk_list__()
     assert len(places) == 1, "a DTensor has one local shard"
     local = (tensor.local if isinstance(tensor, Part) else tensor.to_local()).detach()
     if local.numel():
-        assert tuple(local.shape) == tuple(places[0].sizes), "the shard is where the mesh says"
+        assert tuple(local.shape) == tuple(places[0].sizes), (
+            "the shard is where the mesh says"
+        )
         yield Chunk(tuple(places[0].offsets), local)
 
 
@@ -169,15 +194,21 @@ def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
         yield from held_here(tensor)
 
 
-def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
-    save_file({name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin)
+def write_shard(
+    path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]
+) -> FileEntry:
+    save_file(
+        {name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin
+    )
     sync_file(path)
     entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
     sync_folder(path.parent)
     return entry
 
 
-def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
+def read_tensors(
+    folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]
+) -> None:
     with opened_files(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
@@ -198,24 +229,54 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
                     chunk.data.copy_(data)
 
 
-def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard: Callable[[str], Any]) -> None:
+def read_chunk(
+    chunk: Chunk,
+    name: str,
+    entry: TensorEntry,
+    folder: Path,
+    shard: Callable[[str], Any],
+) -> None:
     for piece in entry.pieces:
-        if meeting := overlap(region_at(chunk.offset, chunk.data.shape), region_at(piece.offset, piece.shape)):
+        if meeting := overlap(
+            region_at(chunk.offset, chunk.data.shape),
+            region_at(piece.offset, piece.shape),
+        ):
             here, there = meeting
             path, dtype = folder / piece.file, chunk.data.dtype
-            chunk.data[here].copy_(_read_slice(shard(piece.file), path, name, piece, there, dtype))
+            chunk.data[here].copy_(
+                _read_slice(shard(piece.file), path, name, piece, there, dtype)
+            )
 
 
 def _plain(data: Tensor) -> Tensor:
     """Return the tensor, or a plain buffer to read into if it is stored in another form (8 bits)."""
-    return data if type(data) is Tensor else torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    return (
+        data
+        if type(data) is Tensor
+        else torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    )
 
 
-def _read_slice(shard: safe_open, path: Path, name: str, piece: Piece, part: Region, dtype: torch.dtype) -> Tensor:
-    with refused(f"{path}: {name}", SafetensorError, OSError, ValueError, error_type=CheckpointError):
+def _read_slice(
+    shard: safe_open,
+    path: Path,
+    name: str,
+    piece: Piece,
+    part: Region,
+    dtype: torch.dtype,
+) -> Tensor:
+    with refused(
+        f"{path}: {name}",
+        SafetensorError,
+        OSError,
+        ValueError,
+        error_type=CheckpointError,
+    ):
         stored = shard.get_slice(name)
         if tuple(stored.get_shape()) != piece.shape:
-            raise CheckpointError(f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}")
+            raise CheckpointError(
+                f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}"
+            )
         values = stored[part] if part else shard.get_tensor(name)
     if values.dtype != dtype:
         raise CheckpointError(f"{path}: {name} is {values.dtype}, expected {dtype}")

@@ -21,12 +21,21 @@ from ringspan.torch.model.config_changes import deciding_fields
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Collect, as JSON, the facts in the model's other files that a run depends on."""
-    files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
-    facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}
+    files = {
+        "config.json": model.config,
+        "generation_config.json": getattr(model, "generation_config", None),
+    }
+    facts = {
+        name: deciding_fields(config)
+        for name, config in files.items()
+        if config is not None
+    }
     return {"transformers": transformers.__version__, **facts}
 
 
-def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+def run_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor | Part]:
     """Collect the tensors to resume from: trained parameters, buffers, optimizer state; frozen ones are in the folder.
 
     A fresh optimizer gets its first step's state to load into; tensors in host memory are parts of one split like its
@@ -40,14 +49,22 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
         if id(tensor) not in seen and not is_frozen:  # tied weights have two names
             seen.add(id(tensor))
             parameters[name] = tensor
-    tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    tensors: dict[str, Tensor | Part] = {
+        f"model/{name}": tensor for name, tensor in parameters.items()
+    }
     for name, parameter in parameters.items():
-        if isinstance(parameter, nn.Parameter) and parameter.requires_grad and not is_local(optimizer):
+        if (
+            isinstance(parameter, nn.Parameter)
+            and parameter.requires_grad
+            and not is_local(optimizer)
+        ):
             for key, value in optimizer.state[parameter].items():
                 # A step count is one number, the same on every rank; what has dimensions is as split as its weight.
                 is_split = isinstance(parameter, DTensor) and value.ndim > 0
                 is_part = is_split and not isinstance(value, DTensor)
-                tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
+                tensors[f"optimizer/{name}/{key}"] = (
+                    Part(value, cast(DTensor, parameter)) if is_part else value
+                )
     return tensors
 
 
@@ -57,9 +74,15 @@ def load_state(
 ) -> bool:  # fmt: skip
     """Fill tensors from a checkpoint (``own`` ones and True if it has as many ranks); errors are all ranks'."""
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
-    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
+    unknown = [
+        name
+        for name in manifest.tensors
+        if name not in tensors and not name.startswith("rank ")
+    ]
     if unknown:
-        raise CheckpointError(f"{folder}: has {unknown[0]}, which {_lacking(unknown[0], optimizer)}")
+        raise CheckpointError(
+            f"{folder}: has {unknown[0]}, which {_lacking(unknown[0], optimizer)}"
+        )
     same = manifest.num_ranks == dist.get_world_size()
     if is_local(optimizer) and not same:
         raise CheckpointError(
@@ -92,7 +115,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for p in fresh:
         p.grad = torch.zeros_like(p)
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        group["lr"] = (
+            torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        )
     optimizer.step()
     for p in fresh:
         if "step" in optimizer.state[p]:

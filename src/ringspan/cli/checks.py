@@ -14,22 +14,46 @@ from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.units import shown_bytes
 from ringspan.torch.runtime.environment import is_rank
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-CacheDtype = Annotated[
-    str, typer.Option(help="Dtype of cached keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON object.")
 ]
-Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto (as saved), float32 or bfloat16.")]
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of cached keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4."
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of the model: auto (as saved), float32 or bfloat16.")
+]
 LocalRanks = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."),
+    typer.Option(
+        min=1,
+        max=1024,
+        help="Local processes; default: one per CUDA device, else two. Not under torchrun.",
+    ),
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option(help="Local processes to start; default: one per CUDA device, else one. Not under torchrun."),
+    typer.Option(
+        help="Local processes to start; default: one per CUDA device, else one. Not under torchrun."
+    ),
 ]
-PrefillTokens = Annotated[int | None, typer.Option(help="Prompt tokens that a rank reads at once; default: 4096.")]
-Tp = Annotated[int, typer.Option(help="Ranks that split heads and weights; the others form the ring.")]
-Weights = Annotated[str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")]
+PrefillTokens = Annotated[
+    int | None,
+    typer.Option(help="Prompt tokens that a rank reads at once; default: 4096."),
+]
+Tp = Annotated[
+    int,
+    typer.Option(help="Ranks that split heads and weights; the others form the ring."),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="whole on each rank, sharded (gathered for each token), or auto."
+    ),
+]
 
 
 MOST_RANKS: Final = 1024
@@ -40,16 +64,22 @@ def refuse_under_torchrun(**options: object) -> None:
     for name, given in options.items():
         if given is not None:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} {given} under torchrun, which has started the processes; leave it out")
+            raise ConfigError(
+                f"{option} {given} under torchrun, which has started the processes; leave it out"
+            )
 
 
 def check_dtype(dtype: str) -> None:
     import torch
 
     if dtype not in DTYPE_BYTES:
-        raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
+        raise UnsupportedError(
+            f"--dtype {dtype!r} is not supported; use float32 or bfloat16"
+        )
     if dtype == "float16" and not torch.cuda.is_available():
-        raise UnsupportedError("--dtype float16 on CPU is not supported; use float32 or bfloat16")
+        raise UnsupportedError(
+            "--dtype float16 on CPU is not supported; use float32 or bfloat16"
+        )
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
@@ -68,7 +98,9 @@ def check_memory(what: str, num_bytes: int) -> None:
     if torch.cuda.is_available():
         has = max(has, torch.cuda.mem_get_info()[1])
     if num_bytes > has:
-        raise ConfigError(f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}")
+        raise ConfigError(
+            f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}"
+        )
 
 
 def check_picture(picture: Path, *endings: str) -> None:
@@ -77,15 +109,21 @@ def check_picture(picture: Path, *endings: str) -> None:
         shown = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(f"--picture {picture}: end the name in {shown}")
     if not picture.parent.is_dir():
-        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}; create it")
+        raise ConfigError(
+            f"--picture {picture}: there is no folder {picture.parent}; create it"
+        )
     if picture.is_dir():
-        raise ConfigError(f"--picture {picture}: is a folder; give the name of a file in it")
+        raise ConfigError(
+            f"--picture {picture}: is a folder; give the name of a file in it"
+        )
     check_folder("--picture", picture.parent)
 
 
 def check_folder(option: str, folder: Path) -> None:
     if reason := why_no_folder(folder):
-        raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")
+        raise ConfigError(
+            f"{option} {folder}: cannot be written into ({reason}); choose another folder"
+        )
 
 
 def on_ranks(

@@ -16,7 +16,9 @@ from rich.text import Text
 
 INTERRUPTED: Final = 130  # exit code of an interrupted command
 _UNLIMITED: Final = 100_000
-_UNIT: Final = re.compile(r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)")
+_UNIT: Final = re.compile(
+    r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)"
+)
 
 
 class _Console(Console):
@@ -28,7 +30,13 @@ class _Console(Console):
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     color = None if os.environ.get("NO_COLOR") else "auto"
-    return _Console(stderr=stderr, quiet=quiet, highlight=False, width=_width(stream), color_system=color)
+    return _Console(
+        stderr=stderr,
+        quiet=quiet,
+        highlight=False,
+        width=_width(stream),
+        color_system=color,
+    )
 
 
 def _width(stream: object) -> int:
@@ -79,11 +87,17 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
     out = console(stderr=True, quiet=quiet)
 
     def interrupted(*_: object) -> None:
-        os.write(2, b"\r\x1b[2K\x1b[?25h" * out.is_terminal + b"ringspan: interrupted\n")  # the cursor shows again
+        # the cursor shows again
+        os.write(
+            2, b"\r\x1b[2K\x1b[?25h" * out.is_terminal + b"ringspan: interrupted\n"
+        )
         os._exit(INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)
-    is_ours = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+    is_ours = (
+        threading.current_thread() is threading.main_thread()
+        and before is not signal.SIG_IGN
+    )
     if is_ours:
         signal.signal(signal.SIGINT, interrupted)
     try:
@@ -101,7 +115,10 @@ def heading(out: Console, text: str) -> None:
 def paragraph(out: Console, text: str, first: str = "", style: str = "") -> None:
     lines = _wrapped(text, out.width - len(first)) or [""]
     for number, line in enumerate(lines):
-        out.print(Text(f"{' ' * len(first) if number else first}{line}", style=style), soft_wrap=True)
+        out.print(
+            Text(f"{' ' * len(first) if number else first}{line}", style=style),
+            soft_wrap=True,
+        )
 
 
 def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -111,12 +128,21 @@ def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
         paragraph(out, value, first=f"  {name:<{width}}  ")
 
 
-def table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> None:
+def table(
+    out: Console,
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: int = 0,
+) -> None:
     heading(out, title)
     grid = Table()
     for index, header in enumerate(headers):
         is_number = index >= len(headers) - numbers
-        grid.add_column(Text(header), justify="right" if is_number else "left", overflow="fold")
+        grid.add_column(
+            Text(header), justify="right" if is_number else "left", overflow="fold"
+        )
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     out.print(grid)
@@ -125,5 +151,7 @@ def table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Seque
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap into lines of whole words; a number and its unit are one word."""
     tied = _UNIT.sub("\u00a0", text)
-    lines = textwrap.wrap(tied, max(20, width), break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        tied, max(20, width), break_long_words=False, break_on_hyphens=False
+    )
     return [line.replace("\u00a0", " ") for line in lines]

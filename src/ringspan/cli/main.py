@@ -9,12 +9,26 @@ from typing import Annotated, Any
 import typer
 
 from ringspan import __version__
-from ringspan.cli.commands import bench, demo, doctor, evaluate, export, generate, init, plan, profile, rehearse, train
+from ringspan.cli.commands import (
+    bench,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    init,
+    plan,
+    profile,
+    rehearse,
+    train,
+)
 from ringspan.core.errors import EXIT_CLOSED_PIPE, ClosedPipe, RankLost
 from ringspan.core.files.output import drop_output, refusal
 
 # typer carries its own click, or uses the installed one, by version.
-_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: Any = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 app = typer.Typer(
     name="ringspan",
@@ -35,14 +49,22 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_show_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Train, evaluate and run transformers on sequences that no single device can hold, with exact attention."""
 
 
 for _module in (init, train, demo, generate, export, plan, rehearse, profile, doctor):
-    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EPILOG)(_module.command)
+    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EPILOG)(
+        _module.command
+    )
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 
@@ -52,12 +74,17 @@ def main() -> None:
     code, message = 0, ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal of another encoding has no ± and no frames of tables
+            # a terminal of another encoding has no ± and no frames of tables
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
         print(end="", flush=True)
     except _ClickException as error:
-        code, message = 2, error.format_message()  # empty where a command without arguments has shown its help
+        # empty where a command without arguments has shown its help
+        code, message = (
+            2,
+            error.format_message(),
+        )
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except (Exception, SystemExit) as error:
@@ -72,8 +99,9 @@ def main() -> None:
 
 
 def _ended(error: BaseException) -> tuple[Any, str]:
+    # typer's click makes one of each broken pipe, rich of that of its output
     """Return the exit code and line for the exception that ended a command; re-raise a bug."""
-    if isinstance(error, SystemExit):  # typer's click makes one of each broken pipe, rich of that of its output
+    if isinstance(error, SystemExit):
         if not isinstance(error.__context__, BrokenPipeError):
             return error.code, ""
         *_, (frame, _) = walk_tb(error.__traceback__)

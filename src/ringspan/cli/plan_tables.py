@@ -8,17 +8,34 @@ from rich.console import Console
 from rich.text import Text
 
 from ringspan.cli.console import console, facts, heading, paragraph, table
-from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
+from ringspan.core.messages.units import (
+    shown_bandwidth,
+    shown_bytes,
+    shown_flops,
+    shown_seconds,
+    shown_speed,
+)
 from ringspan.plan.documents import LayoutCost
 from ringspan.plan.generation.planner import TextPlan, TextQuestion
 from ringspan.plan.planner import Plan
 from ringspan.plan.reasons import about_positions
 from ringspan.plan.search import Question
-from ringspan.plan.snippet import mesh_call, python_call, start_command, toml_tables, train_command
+from ringspan.plan.snippet import (
+    mesh_call,
+    python_call,
+    start_command,
+    toml_tables,
+    train_command,
+)
 
 
 def show(
-    answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[LayoutCost] = (), *, explain: bool = True
+    answer: Plan,
+    result: dict[str, Any],
+    mesh: str,
+    layouts: Sequence[LayoutCost] = (),
+    *,
+    explain: bool = True,
 ) -> None:
     """Print a plan: ``result`` is its JSON with any traced memory, ``layouts`` its packed steps, fastest first."""
     out = console()
@@ -30,16 +47,27 @@ def show(
     if not explain:
         for reason in about_positions(answer.question.shape, answer.question.length):
             paragraph(out, reason)
-        paragraph(out, "--explain: memory, links, reasons, and what to copy. --why-not fsdp: why not plain FSDP.")
+        paragraph(
+            out,
+            "--explain: memory, links, reasons, and what to copy. --why-not fsdp: why not plain FSDP.",
+        )
         return
     has = shown_bytes(answer.question.device.memory_bytes)
-    rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
+    rows = [
+        (name, shown_bytes(num_bytes))
+        for name, num_bytes in result["bytes"].items()
+        if num_bytes
+    ]
     rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
     rows += [("allowance for the allocator", shown_bytes(result["reserve_bytes"]))]
     facts(out, "memory per device at the peak", rows)
     here = min(answer.question.devices, answer.question.device.devices_per_node)
     per_device = [
-        (f"to {name}", shown_bytes(use) + (f", {shown_bytes(here * use)} per node" if use and here > 1 else ""))
+        (
+            f"to {name}",
+            shown_bytes(use)
+            + (f", {shown_bytes(here * use)} per node" if use and here > 1 else ""),
+        )
         for name, use in result["host"].items()
     ]
     facts(out, "memory of the host per device", per_device)
@@ -53,19 +81,34 @@ def show(
     _snippets(out, answer, layouts, fits=result["fits"])
 
 
-def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]) -> None:
+def _documents(
+    out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]
+) -> None:
     packed = result["documents"]
     lengths = f"{packed['shortest']:,} to {packed['longest']:,} tokens"
     rows = [
-        (row.layout, row.setting.route, f"{row.most_work_over_mean:.3f}",
-         shown_bytes(row.received_bytes), shown_seconds(row.step_seconds))
+        (
+            row.layout,
+            row.setting.route,
+            f"{row.most_work_over_mean:.3f}",
+            shown_bytes(row.received_bytes),
+            shown_seconds(row.step_seconds),
+        )
         for row in layouts
-    ]  # fmt: skip
+    ]
     headers = "layout", "route", "busiest / mean", "received", "step"
-    table(out, f"a step of {packed['num']:,} packed documents of {lengths}", headers, rows, numbers=3)
+    table(
+        out,
+        f"a step of {packed['num']:,} packed documents of {lengths}",
+        headers,
+        rows,
+        numbers=3,
+    )
 
 
-def show_group(title: str, ways: dict[str, dict[str, Any]], meshes: dict[str, str]) -> None:
+def show_group(
+    title: str, ways: dict[str, dict[str, Any]], meshes: dict[str, str]
+) -> None:
     """Print the plans of ``compare_group``."""
     rows = [
         (
@@ -73,21 +116,38 @@ def show_group(title: str, ways: dict[str, dict[str, Any]], meshes: dict[str, st
             f"{meshes[name]}, {way['layout']}, {way['route']}, checkpoint {way['checkpoint']}",
             f"{way['tokens']:,}",
             f"{way['pairs']:.3g}",
-            shown_bytes(way["peak_bytes"] + way["reserve_bytes"]) + ("" if way["fits"] else ", too much"),
+            shown_bytes(way["peak_bytes"] + way["reserve_bytes"])
+            + ("" if way["fits"] else ", too much"),
             "" if way["step_seconds"] is None else shown_seconds(way["step_seconds"]),
         )
         for name, way in ways.items()
     ]
-    table(console(), title, ("as", "how", "tokens", "pairs", "per device", "step"), rows, numbers=4)
+    table(
+        console(),
+        title,
+        ("as", "how", "tokens", "pairs", "per device", "step"),
+        rows,
+        numbers=4,
+    )
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     question, device = answer.question, answer.question.device
-    needs, has, where = result["peak_bytes"] + result["reserve_bytes"], device.memory_bytes, "at the peak"
+    needs, has, where = (
+        result["peak_bytes"] + result["reserve_bytes"],
+        device.memory_bytes,
+        "at the peak",
+    )
     if not result["fits"] and needs <= has:
-        what, needs = question.host_shortage(answer.setting) or ("train", result["host_bytes"])
+        what, needs = question.host_shortage(answer.setting) or (
+            "train",
+            result["host_bytes"],
+        )
         has, where = device.host_memory_bytes, f"in the host's memory to {what}"
-    verb, change = "of" if result["fits"] else "needed, more than the", result["smallest_change"]
+    verb, change = (
+        "of" if result["fits"] else "needed, more than the",
+        result["smallest_change"],
+    )
     need = f"{shown_bytes(needs)} {verb} {shown_bytes(has)} per device {where}"
     if change:
         where = "" if where == "at the peak" else f" {where}"
@@ -96,11 +156,22 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     _fits(out, need, fits=result["fits"])
     cost = answer.cost
     links = cost.exposed_seconds / cost.seconds
-    limit = "memory" if not result["fits"] else f"links, {links:.0%} of it" if links > 0.05 else "computing"
-    paragraph(out, f"a step: {shown_seconds(cost.seconds)}, {_throughput(answer)}, {cost.mfu:.1%} MFU; limit: {limit}")
+    limit = (
+        "memory"
+        if not result["fits"]
+        else f"links, {links:.0%} of it"
+        if links > 0.05
+        else "computing"
+    )
+    paragraph(
+        out,
+        f"a step: {shown_seconds(cost.seconds)}, {_throughput(answer)}, {cost.mfu:.1%} MFU; limit: {limit}",
+    )
     longest = "longest sequence that fits: "
     if result["max_length_tokens"]:
-        longest += f"{result['max_length_tokens']:,} tokens ({result['max_length_needs']})"
+        longest += (
+            f"{result['max_length_tokens']:,} tokens ({result['max_length_needs']})"
+        )
     else:
         longest += "none, the model's own state is too large"
     paragraph(out, longest)
@@ -109,38 +180,71 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
 
 
 def _fits(out: Console, need: str, *, fits: bool) -> None:
-    verdict = Text("fits: yes", style="bold green") if fits else Text("fits: no", style="bold red")
+    verdict = (
+        Text("fits: yes", style="bold green")
+        if fits
+        else Text("fits: no", style="bold red")
+    )
     out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
 
 
 def _asked(out: Console, question: Question | TextQuestion, work: str) -> None:
     billions, title = question.shape.parameters / 1e9, question.device.title
-    parameters = f"{billions:.3g}B parameters" if billions > 0.1 else f"{1e3 * billions:.3g}M parameters"
-    paragraph(out, f"asked: {question.shape.name} ({parameters}), {work}, on {question.devices:,} x {title}")
+    parameters = (
+        f"{billions:.3g}B parameters"
+        if billions > 0.1
+        else f"{1e3 * billions:.3g}M parameters"
+    )
+    paragraph(
+        out,
+        f"asked: {question.shape.name} ({parameters}), {work}, on {question.devices:,} x {title}",
+    )
 
 
-def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple[str, str]]:
+def _settings(
+    answer: Plan, result: dict[str, Any], mesh: str
+) -> Iterator[tuple[str, str]]:
     yield "mesh", mesh
-    yield "micro-batches", f"{result['micro_steps']:,} of {result['micro_batch']:,} per replica and step"
+    yield (
+        "micro-batches",
+        f"{result['micro_steps']:,} of {result['micro_batch']:,} per replica and step",
+    )
     yield "layout, route", f"{result['layout']}, {result['route']}"
     if result["comm_dtype"] != "exact":
         yield "keys and values", f"sent as {result['comm_dtype']}"
     if result["folds"] > 1:
-        yield "folds", f"{result['folds']:,} of {answer.setting.fold.tokens:,} tokens per rank"
+        yield (
+            "folds",
+            f"{result['folds']:,} of {answer.setting.fold.tokens:,} tokens per rank",
+        )
     yield "checkpoint", result["checkpoint"]
     if result["layers_per_checkpoint"] > 1:
         yield "layers per checkpoint", str(result["layers_per_checkpoint"])
     if result["feedforward_chunk_tokens"]:
-        yield "feed-forward", f"in chunks of {result['feedforward_chunk_tokens']:,} tokens"
+        yield (
+            "feed-forward",
+            f"in chunks of {result['feedforward_chunk_tokens']:,} tokens",
+        )
     if result["host_bytes"]:
-        what = ["activations"] * (result["offload"] != "none") + ["AdamW's moments"] * result["optimizer_on_host"]
-        yield "on the host", f"{shown_bytes(result['host_bytes'])} of {' and '.join(what)} per device"
+        what = ["activations"] * (result["offload"] != "none") + [
+            "AdamW's moments"
+        ] * result["optimizer_on_host"]
+        yield (
+            "on the host",
+            f"{shown_bytes(result['host_bytes'])} of {' and '.join(what)} per device",
+        )
 
 
 def _step(answer: Plan) -> Iterator[tuple[str, str]]:
     cost = answer.cost
-    yield "time", f"{shown_seconds(cost.seconds)}, of which {shown_seconds(cost.exposed_seconds)} wait for links"
-    yield "computing", f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the devices' data sheets (MFU)"
+    yield (
+        "time",
+        f"{shown_seconds(cost.seconds)}, of which {shown_seconds(cost.exposed_seconds)} wait for links",
+    )
+    yield (
+        "computing",
+        f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the devices' data sheets (MFU)",
+    )
     yield "throughput", _throughput(answer)
 
 
@@ -151,7 +255,11 @@ def _throughput(answer: Plan) -> str:
 
 def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     link = result["link_bytes_per_step"]
-    parts = {"ring": "for attention", "shards": "parameters and gradients", "tensor_sums": "sums over tp"}
+    parts = {
+        "ring": "for attention",
+        "shards": "parameters and gradients",
+        "tensor_sums": "sums over tp",
+    }
     for name, label in (parts | {"host": "to and from the host"}).items():
         if link[name]:
             yield label, shown_bytes(link[name])
@@ -174,7 +282,9 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
         paragraph(out, line, first="  ")
 
 
-def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool) -> None:
+def _snippets(
+    out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool
+) -> None:
     question, setting = answer.question, answer.setting if fits else answer.longest
     if fits and layouts:
         setting = replace(layouts[0].setting, layout=layouts[0].layout)  # pyright: ignore[reportArgumentType]
@@ -182,12 +292,21 @@ def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits
         return
     if question.device.name.startswith("tpu"):
         out.print()
-        paragraph(out, "ringspan train and parallelize run on PyTorch, not on a TPU; for JAX see docs/jax.md.")
+        paragraph(
+            out,
+            "ringspan train and parallelize run on PyTorch, not on a TPU; for JAX see docs/jax.md.",
+        )
         return
     length = "" if fits else f" the {setting.length:,} tokens that fit"
     for title, text in (
-        (f"to train{length}, add this to run.toml, after [model] and [data]:", toml_tables(question, setting)),
-        ("and start:", train_command(question, setting, "run.toml", documents=bool(layouts))),
+        (
+            f"to train{length}, add this to run.toml, after [model] and [data]:",
+            toml_tables(question, setting),
+        ),
+        (
+            "and start:",
+            train_command(question, setting, "run.toml", documents=bool(layouts)),
+        ),
         ("or in Python:", python_call(setting)),
     ):
         out.print()
@@ -199,33 +318,72 @@ def show_text(answer: TextPlan, model: str) -> None:
     out, question, text, cost = console(), answer.question, answer.text, answer.cost
     has = shown_bytes(question.device.memory_bytes)
     verb = "of" if answer.fits else "needed, more than the"
-    _fits(out, f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak", fits=answer.fits)
-    longest = f"{answer.max_prompt:,} tokens" if answer.max_prompt else "none, the weights are too large"
+    _fits(
+        out,
+        f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak",
+        fits=answer.fits,
+    )
+    longest = (
+        f"{answer.max_prompt:,} tokens"
+        if answer.max_prompt
+        else "none, the weights are too large"
+    )
     paragraph(out, f"longest prompt that fits: {longest}")
     if answer.is_refused:
         asked = question.prompt + question.new_tokens
-        paragraph(out, f"too long: {asked:,} tokens, the model has {answer.positions:,} positions", style="bold red")
+        paragraph(
+            out,
+            f"too long: {asked:,} tokens, the model has {answer.positions:,} positions",
+            style="bold red",
+        )
     prompts = f"{question.batch:,} prompt{'s' * (question.batch > 1)} of {question.prompt:,} tokens"
     _asked(out, question, f"{prompts} and {question.new_tokens:,} new ones each")
     if answer.alone_is_better and question.devices > 1:
         paragraph(out, "one device would be the better choice", style="bold")
     out.print()
     mesh = {"replicate": text.replicate, "ring": text.ring, "tp": text.tp}
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.items() if name == "ring" or size > 1)
-    used = "" if text.devices == question.devices else f", {text.devices} of {question.devices} devices"
-    weights = [("weights", f"{text.weights} on the ranks of a ring")] if text.ring > 1 else []
+    axes = " x ".join(
+        f"{name} {size}" for name, size in mesh.items() if name == "ring" or size > 1
+    )
+    used = (
+        ""
+        if text.devices == question.devices
+        else f", {text.devices} of {question.devices} devices"
+    )
+    weights = (
+        [("weights", f"{text.weights} on the ranks of a ring")] if text.ring > 1 else []
+    )
     facts(out, "how to run it", [("mesh", f"{axes}{used}"), *weights])
-    parts = {"weights": cost.weight_bytes, "cache": cost.cache_bytes, "a chunk of the prompt": cost.work_bytes}
+    parts = {
+        "weights": cost.weight_bytes,
+        "cache": cost.cache_bytes,
+        "a chunk of the prompt": cost.work_bytes,
+    }
     rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in parts.items()]
-    facts(out, "memory per device at the peak", [*rows, ("peak", f"{shown_bytes(cost.peak_bytes)} of {has}")])
+    facts(
+        out,
+        "memory per device at the peak",
+        [*rows, ("peak", f"{shown_bytes(cost.peak_bytes)} of {has}")],
+    )
     facts(out, "time, at least", list(_text_times(answer)))
     heading(out, "why")
     for reason in answer.reasons():
         paragraph(out, reason, first="- ")
-    if answer.fits and not answer.is_refused and not question.device.name.startswith("tpu"):
+    if (
+        answer.fits
+        and not answer.is_refused
+        and not question.device.name.startswith("tpu")
+    ):
         out.print()
         paragraph(out, "to generate:", style="bold")
-        out.print(Text(_text_command(answer, model) if question.batch == 1 else _text_call(answer)), soft_wrap=True)
+        out.print(
+            Text(
+                _text_command(answer, model)
+                if question.batch == 1
+                else _text_call(answer)
+            ),
+            soft_wrap=True,
+        )
 
 
 def _text_times(answer: TextPlan) -> Iterator[tuple[str, str]]:
@@ -235,22 +393,33 @@ def _text_times(answer: TextPlan) -> Iterator[tuple[str, str]]:
     yield "in all", shown_seconds(cost.seconds)
     if answer.text.devices > 1:
         fits = "" if answer.alone_fits else ", if it held it"
-        first, each = shown_seconds(alone.first_token_seconds), shown_seconds(alone.token_seconds)
+        first, each = (
+            shown_seconds(alone.first_token_seconds),
+            shown_seconds(alone.token_seconds),
+        )
         yield "on one device", f"{first}, then {each} per token{fits}"
 
 
 def _text_command(answer: TextPlan, model: str) -> str:
     question, text = answer.question, answer.text
     command = f"ringspan generate {model} --prompt-file prompt.txt"
-    start = start_command(command, text.ring * text.tp, question.device.devices_per_node)
+    start = start_command(
+        command, text.ring * text.tp, question.device.devices_per_node
+    )
     options = f" --tp {text.tp}" if text.tp > 1 else ""
     options += f" --max-new-tokens {question.new_tokens} --dtype {text.dtype}"
-    return f"{start}{options}{' --weights sharded' if text.weights == 'sharded' else ''}"
+    return (
+        f"{start}{options}{' --weights sharded' if text.weights == 'sharded' else ''}"
+    )
 
 
 def _text_call(answer: TextPlan) -> str:
     text = answer.text
-    note = f"  # {text.batch:,} of the prompts on each replica" if text.replicate > 1 else ""
+    note = (
+        f"  # {text.batch:,} of the prompts on each replica"
+        if text.replicate > 1
+        else ""
+    )
     options = f'max_new_tokens={answer.question.new_tokens}, weights="{text.weights}"'
     lines = f"mesh = {mesh_call(text)}", "model = rs.parallelize(model.eval(), mesh)"
     return "\n".join((*lines, f"text = model.generate(ids, {options}){note}"))

@@ -7,13 +7,22 @@ from functools import partial
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ringspan.cli.console import console, hush, say
 from ringspan.train.loop import Observer
 from ringspan.train.metrics import StepMetrics
 
-_BESIDE: Final = 36  # characters of a line that the numbers of the step and both times take
+_BESIDE: Final = (
+    36  # characters of a line that the numbers of the step and both times take
+)
 _WIDE: Final = 140  # from which on there is room for a bar
 
 
@@ -40,20 +49,35 @@ def watched(steps: int) -> Iterator[Observer]:
 
         datasets.disable_progress_bars()
         yield Observer(
-            noticed, started, lambda each: say(f"step {each.step}/{steps}  {describe(each)}"), evaluated, noticed
+            noticed,
+            started,
+            lambda each: say(f"step {each.step}/{steps}  {describe(each)}"),
+            evaluated,
+            noticed,
         )
         return
-    columns = [TextColumn("step"), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    columns = [
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    ]
     if out.width >= _WIDE:
         columns[2:2] = [BarColumn()]
-    with Progress(*columns, TextColumn("/"), TimeRemainingColumn(), console=out) as progress:
+    with Progress(
+        *columns, TextColumn("/"), TimeRemainingColumn(), console=out
+    ) as progress:
         task = progress.add_task("starting", total=steps)
 
         def doing(what: str) -> None:
             progress.update(task, description=what)
 
         def stepped(metrics: StepMetrics) -> None:
-            progress.update(task, completed=metrics.step, description=describe(metrics, out.width - _BESIDE))
+            progress.update(
+                task,
+                completed=metrics.step,
+                description=describe(metrics, out.width - _BESIDE),
+            )
 
         yield Observer(doing, started, stepped, evaluated, noticed)
 
@@ -77,6 +101,9 @@ def _show_start(out: Console, facts: dict[str, Any]) -> None:
         + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
         + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
         + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
-        f"{facts['tokens']:,} tokens in {facts['documents']:,} document" + ("s" if facts["documents"] != 1 else "")
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} document"
+        + ("s" if facts["documents"] != 1 else "")
     )
-    out.print("matmul: the model's FLOP/s, of those that matrix products alone reached at the start")
+    out.print(
+        "matmul: the model's FLOP/s, of those that matrix products alone reached at the start"
+    )

@@ -39,10 +39,13 @@ def saved_bytes(
     if checkpoint == "none":
         queries = s * (outs + 2 * sizes.kv_heads * sizes.head_dim)
         feedforward = 0 if feedforward_in_chunks else 4 * s * sizes.intermediate
-        norm = 2 * s * sizes.hidden + _FLOAT32 * (sizes.hidden + 1)  # transformers' keeps a copy of its input
+        # transformers' keeps a copy of its input
+        norm = 2 * s * sizes.hidden + _FLOAT32 * (sizes.hidden + 1)
         return layers * (2 * norm + queries + attention + feedforward)
     inputs = -(-layers // layers_per_checkpoint)
-    return s * sizes.hidden * inputs + (layers * attention if checkpoint == "attention" else 0)
+    return s * sizes.hidden * inputs + (
+        layers * attention if checkpoint == "attention" else 0
+    )
 
 
 class LossBytes(NamedTuple):
@@ -73,10 +76,14 @@ def loss_bytes(
     logits, several = chunk_tokens * v, v < vocabulary
     block = (2 if softcap else 1) * logits * a
     if s < a:
-        block += logits * s + max(min(PRODUCT_ROWS, v), chunk_tokens if several else 0) * hidden * (s + a)
+        block += logits * s + max(
+            min(PRODUCT_ROWS, v), chunk_tokens if several else 0
+        ) * hidden * (s + a)
     if several:
         block += chunk_tokens * hidden * a
-    return LossBytes(vocabulary * (hidden + bias) * a, block, vocabulary * hidden * s if s < a else 0)
+    return LossBytes(
+        vocabulary * (hidden + bias) * a, block, vocabulary * hidden * s if s < a else 0
+    )
 
 
 def training_flops(weights: float, tokens: float, query_pairs: float) -> float:

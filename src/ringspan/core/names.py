@@ -5,32 +5,53 @@ from typing import Final, Literal, TypeVar, get_args
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
-BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]  # the last one depends on the documents
+# the last one depends on the documents
+BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
-CheckpointName = Literal["none", "attention", "full"]  # from the fastest to the most frugal
+# from the fastest to the most frugal
+CheckpointName = Literal["none", "attention", "full"]
 OffloadName = Literal["none", "activations"]
-IndexLossName = Literal["none", "dense", "sparse"]  # over all keys, or over those that are chosen
-BalanceName = Literal["none", "flops"]  # of the sequences of a step, over what works at the same time
+# over all keys, or over those that are chosen
+IndexLossName = Literal["none", "dense", "sparse"]
+# of the sequences of a step, over what works at the same time
+BalanceName = Literal["none", "flops"]
 CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
 GradientCommDtypeName = Literal["exact", "bfloat16"]
 CacheDtypeName = Literal["float32", "bfloat16", "fp8", "int8", "int4"]
 WeightsName = Literal["auto", "whole", "sharded"]  # while generating
-KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "eager"]
+KernelName = Literal[
+    "auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "eager"
+]
 JaxKernelName = Literal["xla", "pallas", "triton"]
 LossName = Literal["auto", "blockwise", "liger"]
-PrefixLossName = Literal["once", "each", "none"]  # for the tokens that branches of a tree share
+# for the tokens that branches of a tree share
+PrefixLossName = Literal["once", "each", "none"]
 ReductionName = Literal["sum", "none"]  # of the losses of all tokens
 DtypeName = Literal["float32", "bfloat16"]  # of a training run
-Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]  # of memory
+# of memory
+Category = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "communication",
+]
 ChunkTokens = int | Literal["auto"]
 
 LAYOUT_NAMES: Final[tuple[LayoutName, ...]] = get_args(LayoutName)
 BATCH_LAYOUT_NAMES: Final[tuple[BatchLayoutName, ...]] = get_args(BatchLayoutName)
-ROUTE_NAMES: Final[tuple[str, ...]] = (*get_args(RouteName), "ulysses")  # which takes another one between its groups
+# which takes another one between its groups
+ROUTE_NAMES: Final[tuple[str, ...]] = (
+    *get_args(RouteName),
+    "ulysses",
+)
 CHECKPOINT_NAMES: Final[tuple[CheckpointName, ...]] = get_args(CheckpointName)
 OFFLOAD_NAMES: Final[tuple[OffloadName, ...]] = get_args(OffloadName)
 COMM_DTYPE_NAMES: Final[tuple[CommDtypeName, ...]] = get_args(CommDtypeName)
-GRADIENT_COMM_DTYPE_NAMES: Final[tuple[GradientCommDtypeName, ...]] = get_args(GradientCommDtypeName)
+GRADIENT_COMM_DTYPE_NAMES: Final[tuple[GradientCommDtypeName, ...]] = get_args(
+    GradientCommDtypeName
+)
 CACHE_DTYPE_NAMES: Final[tuple[CacheDtypeName, ...]] = get_args(CacheDtypeName)
 WEIGHTS_NAMES: Final[tuple[WeightsName, ...]] = get_args(WeightsName)
 KERNEL_NAMES: Final[tuple[KernelName, ...]] = get_args(KernelName)
@@ -44,7 +65,9 @@ CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 _Name = TypeVar("_Name", bound=str)
 
 
-def find_name(what: str, name: object, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
+def find_name(
+    what: str, name: object, names: tuple[_Name, ...], error: type[RingspanError]
+) -> _Name:
     """Return ``name`` if it is one of ``names``, else raise the given error."""
     for known in names:
         if isinstance(name, str) and name == known:

@@ -48,7 +48,11 @@ def backward(
     ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
     if softcap:
         ds *= 1 - np.tanh(scale * (q @ k_heads.swapaxes(-1, -2)) / softcap) ** 2
-    return Gradients(ds @ k_heads, _sum_groups(ds.swapaxes(-1, -2) @ q, k), _sum_groups(p.swapaxes(-1, -2) @ dout, v))
+    return Gradients(
+        ds @ k_heads,
+        _sum_groups(ds.swapaxes(-1, -2) @ q, k),
+        _sum_groups(p.swapaxes(-1, -2) @ dout, v),
+    )
 
 
 def sink_gradient(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
@@ -66,7 +70,14 @@ def _sum_groups(per_head: Array, kv: Array) -> Array:
     return per_head.reshape(batch, groups, -1, tokens, size).sum(2)
 
 
-def _scores(q: Array, k: Array, allowed: NDArray[np.bool_], scale: float, softcap: float, bias: Array | None) -> Array:
+def _scores(
+    q: Array,
+    k: Array,
+    allowed: NDArray[np.bool_],
+    scale: float,
+    softcap: float,
+    bias: Array | None,
+) -> Array:
     scores = scale * (q @ _repeat(k, q).swapaxes(-1, -2))
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
@@ -89,7 +100,9 @@ def _probabilities(scores: Array, lse: Array) -> Array:
     return np.exp(scores - np.where(np.isneginf(lse), 0.0, lse)[..., None])
 
 
-def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def merge(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+) -> tuple[Array, Array]:
     """Return ``lse = log(e^lse_a + e^lse_b)``, ``out = w out_b + (1 - w) out_a``, ``w = sigmoid(lse_b - lse_a)``.
 
     Partials of the same queries over disjoint keys give the partial over both, exactly: out (..., T, D) and lse

@@ -27,7 +27,12 @@ def causal(queries: Positions, keys: Positions) -> NDArray[np.bool_]:
 
 
 def forward(
-    q: list[Array], k: list[Array], v: list[Array], positions: list[Positions], scale: float, allowed: Allowed = causal
+    q: list[Array],
+    k: list[Array],
+    v: list[Array],
+    positions: list[Positions],
+    scale: float,
+    allowed: Allowed = causal,
 ) -> tuple[list[Array], list[Array]]:
     """Return each rank's attention to the keys of all ranks, and its log-sum-exp.
 
@@ -40,7 +45,9 @@ def forward(
     for _hop in ranks:
         for rank in ranks:  # all at once, on devices of their own
             keys, values, places = held[rank]
-            partial = attention(q[rank], keys, values, allowed(positions[rank], places), scale)
+            partial = attention(
+                q[rank], keys, values, allowed(positions[rank], places), scale
+            )
             out[rank], lse[rank] = merge(out[rank], lse[rank], *partial)
         held = [held[rank - 1] for rank in ranks]
     return out, lse
@@ -57,7 +64,16 @@ def backward(
     """
     ranks = range(len(q))
     dq = [np.zeros_like(x) for x in q]
-    held = [(k[rank], v[rank], positions[rank], np.zeros_like(k[rank]), np.zeros_like(v[rank])) for rank in ranks]
+    held = [
+        (
+            k[rank],
+            v[rank],
+            positions[rank],
+            np.zeros_like(k[rank]),
+            np.zeros_like(v[rank]),
+        )
+        for rank in ranks
+    ]
     for _hop in ranks:
         for rank in ranks:
             keys, values, places, dk, dv = held[rank]

@@ -70,14 +70,18 @@ def seen_in(mask: Mask, length: int) -> Callable[[Integers], Seen]:
     table = mask.table(length, length)
     table = table[np.argsort(table[:, 0], kind="stable")]
     if (table[1:, 0] < table[:-1, 1]).any():
-        raise MaskError(f"an index chooses among one range of keys for each query; use causal or documents, not {mask}")
+        raise MaskError(
+            f"an index chooses among one range of keys for each query; use causal or documents, not {mask}"
+        )
     return partial(_seen, table)
 
 
 def _seen(table: Integers, positions: Integers) -> Seen:
     if not len(table):
         return Seen(np.zeros_like(positions), np.zeros_like(positions))
-    q0, q1, k0, k1, lo, hi = table[np.searchsorted(table[:, 0], positions, side="right").clip(1) - 1].T
+    q0, q1, k0, k1, lo, hi = table[
+        np.searchsorted(table[:, 0], positions, side="right").clip(1) - 1
+    ].T
     first, stop = np.maximum(k0, positions - hi), np.minimum(k1, positions - lo + 1)
     sees = (q0 <= positions) & (positions < q1) & (first < stop)
     return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
@@ -94,14 +98,19 @@ def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Held]:
     """Return each rank's positions that see something."""
     each = [np.sort(layout.positions(rank)) for rank in range(layout.ranks)]
     sees = [(positions, seen_at(positions)) for positions in each]
-    return [Held(positions[seen.counts > 0], seen.first[seen.counts > 0]) for positions, seen in sees]
+    return [
+        Held(positions[seen.counts > 0], seen.first[seen.counts > 0])
+        for positions, seen in sees
+    ]
 
 
 def wanted(held: Held, readers: Held, reach: int = EVERYTHING) -> NDArray[np.bool_]:
     """Return which positions a reader sees that follows within ``reach``."""
     places = np.searchsorted(readers.positions, held.positions)
     following, first = (np.append(each, -1)[places] for each in readers)
-    return (following >= 0) & (following - held.positions < reach) & (first == held.first)
+    return (
+        (following >= 0) & (following - held.positions < reach) & (first == held.first)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +119,12 @@ def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     held = _held(layout, mask)
     sent = (int(wanted(held[rank], each).sum()) for each in held)
     received = (int(wanted(each, held[rank]).sum()) for each in held)
-    return Tokens(*(tuple((peer, count) for peer, count in enumerate(each) if count) for each in (sent, received)))
+    return Tokens(
+        *(
+            tuple((peer, count) for peer, count in enumerate(each) if count)
+            for each in (sent, received)
+        )
+    )
 
 
 @lru_cache(maxsize=4)  # for all ranks of a layout
@@ -124,13 +138,17 @@ def scored_and_chosen(seen: Seen, topk: float, size: int = 1) -> tuple[int, floa
     return int(entries.sum()), float(np.minimum(entries, topk).sum())
 
 
-def scored_and_chosen_causally(spans: Iterable[Span], length: int, topk: float, size: int = 1) -> tuple[int, float]:
+def scored_and_chosen_causally(
+    spans: Iterable[Span], length: int, topk: float, size: int = 1
+) -> tuple[int, float]:
     """Return ``scored_and_chosen`` of runs of positions of one document."""
     counts = [0.0, 0.0]
     for start, count, _ in spans:
         stop = min(start + count, length)
         for number, most in enumerate((length, topk)):
-            counts[number] += _entries_before(stop, most, size) - _entries_before(min(start, stop), most, size)
+            counts[number] += _entries_before(stop, most, size) - _entries_before(
+                min(start, stop), most, size
+            )
     return int(counts[0]), counts[1]
 
 
@@ -138,7 +156,11 @@ def _entries_before(tokens: int, most: float, size: int) -> float:
     """Sum ``min(most, seen tokens // size)`` over the first tokens of a document."""
     few = min(tokens, int(most * size))
     whole = few // size
-    return size * whole * (whole - 1) // 2 + whole * (few - size * whole + 1) + most * (tokens - few)
+    return (
+        size * whole * (whole - 1) // 2
+        + whole * (few - size * whole + 1)
+        + most * (tokens - few)
+    )
 
 
 def position_bytes(length: int) -> int:

@@ -45,7 +45,9 @@ def check_beside_folds(config: StepConfig) -> None:
         return
     check_folds(config.layout, config.folds)
     if "ulysses" in config.route or config.route == "auto":
-        raise ConfigError(f"folds={config.folds} does not go with route {config.route!r}; use ring or all-gather")
+        raise ConfigError(
+            f"folds={config.folds} does not go with route {config.route!r}; use ring or all-gather"
+        )
 
 
 def check_beside_compile(config: StepConfig) -> None:
@@ -55,9 +57,15 @@ def check_beside_compile(config: StepConfig) -> None:
     for name, why, values in (
         ("offload", "takes what layers keep out of their programs", ("none",)),
         ("folds", "reads keys and values outside of programs", (1,)),
-        ("layers_per_checkpoint", "computes layers again outside of their programs", (1,)),
+        (
+            "layers_per_checkpoint",
+            "computes layers again outside of their programs",
+            (1,),
+        ),
         ("feedforward_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),
         ("norm_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),
     ):
         if (value := getattr(config, name)) not in values:
-            raise ConfigError(f"{name}={value!r} {why}; use {name}={values[0]!r} or compile=False")
+            raise ConfigError(
+                f"{name}={value!r} {why}; use {name}={values[0]!r} or compile=False"
+            )

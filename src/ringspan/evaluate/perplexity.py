@@ -24,27 +24,41 @@ class Document:
 
 
 def chosen(
-    texts: Sequence[tuple[str, str]], settings: EvalSettings, lengths: Sequence[int], tokenizer: Any
+    texts: Sequence[tuple[str, str]],
+    settings: EvalSettings,
+    lengths: Sequence[int],
+    tokenizer: Any,
 ) -> tuple[dict[tuple[Any, ...], Document], list[dict[str, Any]]]:
     """Choose the first ``items`` documents per length, by (length, index); return them and the skipped lengths."""
     found: dict[tuple[Any, ...], Document] = {}
     missing: list[dict[str, Any]] = []
     most = max(lengths)
-    made = [_document(name, text, most, tokenizer) for name, text in texts[: settings.items]]
+    made = [
+        _document(name, text, most, tokenizer) for name, text in texts[: settings.items]
+    ]
     for length in lengths:
         there = [document for document in made if len(document.ids) >= length]
         found |= {
-            (length, index): Document(each.name, each.ids[:length], each.sizes and each.sizes[:length])
+            (length, index): Document(
+                each.name, each.ids[:length], each.sizes and each.sizes[:length]
+            )
             for index, each in enumerate(there)
         }
         if settings.text and len(made) < len(texts):
             why = f"--items {settings.items}: {len(texts) - len(made)} of {len(texts)} documents, the shortest"
             missing.append({"length": length, "why": why})
         if len(there) < len(made):
-            missing.append({"length": length, "why": f"{len(made) - len(there)} of {len(made)} documents are shorter"})
+            missing.append(
+                {
+                    "length": length,
+                    "why": f"{len(made) - len(there)} of {len(made)} documents are shorter",
+                }
+            )
     if not found:
         longest = max(len(document.ids) for document in made)
-        raise ConfigError(f"--length {min(lengths)}: the longest document has {longest:,} tokens; give longer --text")
+        raise ConfigError(
+            f"--length {min(lengths)}: the longest document has {longest:,} tokens; give longer --text"
+        )
     return found, missing
 
 
@@ -79,13 +93,22 @@ def measure(model: Session, document: Document) -> dict[str, Any]:
     model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
     batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)
     with torch.no_grad():
-        losses = -token_logprobs(model.model, batch)[0].double().cpu()  # entry i is of token i + 1
+        # entry i is of token i + 1
+        losses = -token_logprobs(model.model, batch)[0].double().cpu()
     parts = []
     start = 1
     for stop in edges(len(document.ids)):
         sizes = None if document.sizes is None else sum(document.sizes[start:stop])
         nats = float(losses[start - 1 : stop - 1].sum())
-        parts.append({"start": start, "stop": stop, "nats": nats, "tokens": stop - start, "bytes": sizes})
+        parts.append(
+            {
+                "start": start,
+                "stop": stop,
+                "nats": nats,
+                "tokens": stop - start,
+                "bytes": sizes,
+            }
+        )
         start = stop
     mean = float(losses[:-1].mean())
     length = len(document.ids)

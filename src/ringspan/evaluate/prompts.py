@@ -31,18 +31,25 @@ class Question:
 class Prompts:
     """A task's questions for a tokenizer, the same for the same settings."""
 
-    def __init__(self, settings: EvalSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, settings: EvalSettings, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         self.task: Task = TASKS[settings.task]
         text = sentences(prose(settings.text)) if self.task.needs_text else ()
-        self._material = Material(text, settings.needles or self.task.needles or 1, settings.distractors)
+        self._material = Material(
+            text, settings.needles or self.task.needles or 1, settings.distractors
+        )
 
     def question(self, length: int, depth: float | None, index: int) -> Question:
         """Make the longest prompt that fits, to about a unit, with its own random numbers; ConfigError if none."""
 
         def at(size: int) -> tuple[Question, int]:
-            random = Random(f"{self._settings.seed} {self.task.name} {length} {depth} {index}")  # noqa: S311
-            prompt = self.task.build(random, size, 0.5 if depth is None else depth, self._material)
+            seed = f"{self._settings.seed} {self.task.name} {length} {depth} {index}"
+            random = Random(seed)  # noqa: S311
+            prompt = self.task.build(
+                random, size, 0.5 if depth is None else depth, self._material
+            )
             made = self._tokens(prompt)
             return made, len(made.ids) + made.max_new_tokens
 
@@ -57,11 +64,15 @@ class Prompts:
         low, low_tokens, high = smallest, shortest, smallest + _STEP
         made, high_tokens = at(high)
         while high_tokens <= length:
-            per_unit = max((high_tokens - shortest) / (high - smallest), _LEAST_PER_UNIT)
+            per_unit = max(
+                (high_tokens - shortest) / (high - smallest), _LEAST_PER_UNIT
+            )
             best, low, low_tokens = made, high, high_tokens
             high = low + max(1, int((length - low_tokens) / per_unit) + 1)
             made, high_tokens = at(high)
-        while high - low > 1 and length - low_tokens >= (per_unit := (high_tokens - low_tokens) / (high - low)):
+        while high - low > 1 and length - low_tokens >= (
+            per_unit := (high_tokens - low_tokens) / (high - low)
+        ):
             guess = min(low + max(1, int((length - low_tokens) / per_unit)), high - 1)
             made, tokens = at(guess)
             if tokens <= length:
@@ -71,18 +82,28 @@ class Prompts:
         return best
 
     def _tokens(self, prompt: Prompt) -> Question:
-        ids = with_template(self._tokenizer, prompt.text, prompt.cue, plain=self._settings.plain)
-        answer = self._tokenizer(" ".join(prompt.answers), add_special_tokens=False).input_ids
+        ids = with_template(
+            self._tokenizer, prompt.text, prompt.cue, plain=self._settings.plain
+        )
+        answer = self._tokenizer(
+            " ".join(prompt.answers), add_special_tokens=False
+        ).input_ids
         # Room for words between those that count.
         return Question(ids, 2 * len(answer) + _MORE_TOKENS, prompt.answers)
 
 
-def with_template(tokenizer: PreTrainedTokenizerBase, text: str, cue: str, *, plain: bool) -> list[int]:
+def with_template(
+    tokenizer: PreTrainedTokenizerBase, text: str, cue: str, *, plain: bool
+) -> list[int]:
     """Tokenize the user's text and the answer's cue, by the chat template if it exists."""
     if plain or not tokenizer.chat_template:
         return list(tokenizer(text + cue).input_ids)
     messages = [{"role": "user", "content": text}]
-    said = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    said = str(
+        tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    )
     return list(tokenizer(said + cue.lstrip("\n"), add_special_tokens=False).input_ids)
 
 
@@ -92,7 +113,9 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise ConfigError(f"--text {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {path}: is not UTF-8 text (byte {error.start}); convert it") from error
+        raise ConfigError(
+            f"--text {path}: is not UTF-8 text (byte {error.start}); convert it"
+        ) from error
     if not text.strip():
         raise ConfigError(f"--text {path}: has no text; give a file with some")
     return text
@@ -120,6 +143,9 @@ def long_documents(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
     documents = [(str(path), read_text(path)) for path in paths]
     if not documents:
         folder = Path(sysconfig.get_path("stdlib"))
-        modules = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))]
+        modules = [
+            (path.name, path.read_text(encoding="utf-8"))
+            for path in sorted(folder.glob("*.py"))
+        ]
         documents = [("language reference", prose()), *modules]
     return sorted(documents, key=lambda document: (-len(document[1]), document[0]))

@@ -22,26 +22,46 @@ VERSION: Final = 1
 _SMALL_BYTES: Final = 1 << 20
 _READ: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
 # Of the settings, what changes no answer, is in an item's key, or is described below.
-_LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "items", "folder", "text"}
+_LEFT_OUT: Final = {
+    "tp",
+    "weights",
+    "prefill_tokens",
+    "lengths",
+    "depths",
+    "items",
+    "folder",
+    "text",
+}
 
 
 def identity(settings: EvalSettings) -> dict[str, Any]:
     """Return the answers' inputs besides the model: settings, prompt version, and text (Python's own by default)."""
-    kept = {name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT}
-    text = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text]
+    kept = {
+        name: value for name, value in asdict(settings).items() if name not in _LEFT_OUT
+    }
+    text = [
+        hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in settings.text
+    ]
     return {**kept, "text": text or platform.python_version()}
 
 
 def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Path:
     """Return a task's file of records: another one for other facts or files of the model or adapter base."""
-    known = json.dumps({**facts, "version": VERSION, "model": _model(model)}, sort_keys=True)
+    known = json.dumps(
+        {**facts, "version": VERSION, "model": _model(model)}, sort_keys=True
+    )
     digest = hashlib.sha256(known.encode()).hexdigest()[:12]
     return out / f"{task}-{Path(model).resolve().name}-{digest}.jsonl"
 
 
 def _model(folder: str) -> list[dict[str, str]]:
     folders = (Path(each) for each in dict.fromkeys((folder, base_folder(folder))))
-    files = (sorted(path for path in each.iterdir() if path.is_file() and path.suffix in _READ) for each in folders)
+    files = (
+        sorted(
+            path for path in each.iterdir() if path.is_file() and path.suffix in _READ
+        )
+        for each in folders
+    )
     return [{path.name: _describe(path) for path in each} for each in files]
 
 
@@ -59,7 +79,9 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         remedy = "wait for it, or give another folder with --out"
-        self.lock = FileLock(path.with_suffix(".lock"), f"{path}: is being written by", remedy)
+        self.lock = FileLock(
+            path.with_suffix(".lock"), f"{path}: is being written by", remedy
+        )
         self.by_key: dict[Hashable, dict[str, Any]] = {}
 
     def load(self) -> None:
@@ -79,7 +101,9 @@ class Records:
         except OSError as error:
             raise ConfigError(f"{self.path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.path}: is damaged; delete it to begin again") from error
+            raise ConfigError(
+                f"{self.path}: is damaged; delete it to begin again"
+            ) from error
 
     def add(self, record: dict[str, Any]) -> None:
         try:
@@ -106,8 +130,12 @@ class Answers:
 
     def known(self, method: str, every: Sequence[tuple[Any, ...]]) -> list[Any]:
         keys = [None if _is_drawn(asked) else _key(method, asked) for asked in every]
-        found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
-        return [tuple(answer) if isinstance(answer, list) else answer for answer in found]
+        found = from_first_rank(
+            lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys]
+        )
+        return [
+            tuple(answer) if isinstance(answer, list) else answer for answer in found
+        ]
 
     def add(self, method: str, asked: tuple[Any, ...], answer: object) -> None:
         if dist.get_rank() == 0 and not _is_drawn(asked):

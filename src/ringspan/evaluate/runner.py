@@ -65,7 +65,9 @@ def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
     return found or [None] * len(every)
 
 
-def plan(settings: EvalSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Plan:
+def plan(
+    settings: EvalSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Plan:
     """Plan all items that fit the model; raise ConfigError if none does or a length is below the shortest prompt."""
     limit = num_trained_positions(text_config(config))
     fits = [length for length in settings.lengths if limit is None or length <= limit]
@@ -81,26 +83,36 @@ def plan(settings: EvalSettings, config: PreTrainedConfig, tokenizer: PreTrained
             "or scale its rotary positions (rope_parameters and max_position_embeddings in config.json)"
         )
     if settings.task == PERPLEXITY:
-        found, missing = chosen(long_documents(settings.text), settings, fits, tokenizer)
+        found, missing = chosen(
+            long_documents(settings.text), settings, fits, tokenizer
+        )
         skipped += missing
         return Plan(list(found), skipped, found.__getitem__)
     prompts = Prompts(settings, tokenizer)
     for length in fits:
         prompts.question(length, 0.0, 0)
     keys: list[Key] = [
-        (length, depth, index) for length, depth in settings.cells if length in fits for index in range(settings.items)
+        (length, depth, index)
+        for length, depth in settings.cells
+        if length in fits
+        for index in range(settings.items)
     ]
     return Plan(keys, skipped, lambda key: prompts.question(*key))
 
 
 def evaluate_rank(
-    settings: EvalSettings, planned: Plan | None, out: str, observer: EvalObserver | None = None
+    settings: EvalSettings,
+    planned: Plan | None,
+    out: str,
+    observer: EvalObserver | None = None,
 ) -> EvalResult:
     """Run a rank's part of the plan; return the ``--json`` result on every rank."""
     config = load_config(settings.generating(1))
     tokenizer = load_tokenizer(settings.folder, config, chats=settings.chats)
     observer = observer or EvalObserver()
-    records = Records(records_file(Path(out), settings.task, settings.folder, identity(settings)))
+    records = Records(
+        records_file(Path(out), settings.task, settings.folder, identity(settings))
+    )
 
     def begin() -> list[Key]:
         assert planned is not None, "on the first rank"
@@ -109,16 +121,24 @@ def evaluate_rank(
             observer.noticed(f"skipped: {each['length']:,} tokens, {each['why']}")
         done = sum(key in records.by_key for key in planned.keys)
         if done:
-            observer.noticed(f"{done} of {len(planned.keys)} items are in {records.path}; continuing after them")
+            observer.noticed(
+                f"{done} of {len(planned.keys)} items are in {records.path}; continuing after them"
+            )
         return [key for key in planned.keys if key not in records.by_key]
 
     with records.lock:
         if missing := from_first_rank(begin):
             with session(settings.generating(), config, tokenizer, observer) as model:
                 for place, key in enumerate(missing):
-                    item: Any = from_first_rank(lambda key=key: planned.make(key) if planned else None)
+                    item: Any = from_first_rank(
+                        lambda key=key: planned.make(key) if planned else None
+                    )
                     is_text = isinstance(item, Document)
-                    record = measure(model, item) if is_text else _answered(model, settings, item, key)
+                    record = (
+                        measure(model, item)
+                        if is_text
+                        else _answered(model, settings, item, key)
+                    )
                     if planned is not None:
                         records.add({"key": list(key), "place": place, **record})
                         done = len(planned.keys) - len(missing) + place + 1
@@ -126,7 +146,9 @@ def evaluate_rank(
         return from_first_rank(lambda: result(settings, planned, records))
 
 
-def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:
+def result(
+    settings: EvalSettings, planned: Plan | None, records: Records
+) -> EvalResult:
     assert planned is not None, "on the first rank"
     rows_of = loss_rows if settings.task == PERPLEXITY else accuracy_rows
     return {
@@ -139,7 +161,9 @@ def result(settings: EvalSettings, planned: Plan | None, records: Records) -> Ev
     }
 
 
-def _answered(model: Session, settings: EvalSettings, question: Question, key: Key) -> dict[str, Any]:
+def _answered(
+    model: Session, settings: EvalSettings, question: Question, key: Key
+) -> dict[str, Any]:
     length, depth, _ = key
     model.settings = settings.generating(question.max_new_tokens)
     check_ids(question.ids, model.settings, model.model.config)
@@ -167,7 +191,11 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
         return 0.0, 1.0
     square = Z_95**2 / count
     middle = (mean + square / 2) / (1 + square)
-    reach = Z_95 / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
+    reach = (
+        Z_95
+        / (1 + square)
+        * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
+    )
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
@@ -182,12 +210,20 @@ def normal(values: Sequence[float]) -> tuple[float, float] | None:
 def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[int, float | None], list[float]] = {}
     for record in records:
-        groups.setdefault((record["length"], record["depth"]), []).append(record["score"])
+        groups.setdefault((record["length"], record["depth"]), []).append(
+            record["score"]
+        )
     rows = []
-    for (length, depth), scores in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] or 0.0)):
+    for (length, depth), scores in sorted(
+        groups.items(), key=lambda group: (group[0][0], group[0][1] or 0.0)
+    ):
         low, high = wilson(accuracy := fmean(scores), len(scores))
-        row: dict[str, Any] = {"length": length} | ({} if depth is None else {"depth": depth})
-        rows.append(row | {"accuracy": accuracy, "items": len(scores), "low": low, "high": high})
+        row: dict[str, Any] = {"length": length} | (
+            {} if depth is None else {"depth": depth}
+        )
+        rows.append(
+            row | {"accuracy": accuracy, "items": len(scores), "low": low, "high": high}
+        )
     return rows
 
 
@@ -199,8 +235,15 @@ def loss_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault((part["start"], part["stop"]), []).append(part)
     rows = []
     for (start, stop), parts in sorted(groups.items()):
-        nats, tokens = sum(part["nats"] for part in parts), sum(part["tokens"] for part in parts)
-        size = None if any(part["bytes"] is None for part in parts) else sum(part["bytes"] for part in parts)
+        nats, tokens = (
+            sum(part["nats"] for part in parts),
+            sum(part["tokens"] for part in parts),
+        )
+        size = (
+            None
+            if any(part["bytes"] is None for part in parts)
+            else sum(part["bytes"] for part in parts)
+        )
         interval = normal([part["nats"] / part["tokens"] for part in parts])
         rows.append(
             {

@@ -22,7 +22,12 @@ class EvalSettings(ModelSettings):
     """One task with one model; raises ConfigError for an invalid value, by its option."""
 
     task: str
-    lengths: tuple[int, ...] = (1024, 2048, 4096)  # tokens of prompt and answer together; for perplexity, of a document
+    # tokens of prompt and answer together; for perplexity, of a document
+    lengths: tuple[int, ...] = (
+        1024,
+        2048,
+        4096,
+    )
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     items: int = 20  # questions per length and depth, or documents
     seed: int = 0
@@ -36,17 +41,28 @@ class EvalSettings(ModelSettings):
         for name in ("lengths", "depths"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ConfigError(f"--{name} {','.join(map(str, values))}: give at least one, and none twice")
+                raise ConfigError(
+                    f"--{name} {','.join(map(str, values))}: give at least one, and none twice"
+                )
         for length in self.lengths:
             if length < 2:
                 option = "--length" if self.task == PERPLEXITY else "--lengths"
                 raise ConfigError(f"{option} {length}: at least 2 tokens are needed")
         for depth in self.depths:
             if not (math.isfinite(depth) and 0 <= depth <= 1):
-                raise ConfigError(f"--depths {depth}: should be from 0 (beginning of the text) to 1 (its end)")
+                raise ConfigError(
+                    f"--depths {depth}: should be from 0 (beginning of the text) to 1 (its end)"
+                )
         check_option("items", self.items, self.items >= 1, "at least 1")
-        check_option("needles", self.needles, self.needles is None or self.needles >= 1, "at least 1")
-        check_option("distractors", self.distractors, self.distractors >= 0, "at least 0")
+        check_option(
+            "needles",
+            self.needles,
+            self.needles is None or self.needles >= 1,
+            "at least 1",
+        )
+        check_option(
+            "distractors", self.distractors, self.distractors >= 0, "at least 0"
+        )
         for path in self.text:
             if not Path(path).is_file():
                 raise ConfigError(f"--text {path}: is no file; give one that exists")
@@ -58,7 +74,11 @@ class EvalSettings(ModelSettings):
 
     @property
     def cells(self) -> list[tuple[int, float | None]]:
-        depths = self.depths if self.task != PERPLEXITY and TASKS[self.task].has_depth else (None,)
+        depths = (
+            self.depths
+            if self.task != PERPLEXITY and TASKS[self.task].has_depth
+            else (None,)
+        )
         return [(length, depth) for length in self.lengths for depth in depths]
 
 
@@ -71,13 +91,24 @@ class HarnessSettings(ModelSettings):
     limit: int | None = None
     num_fewshot: int | None = None
     chat: bool = False
-    seed: int | None = None  # seed of all random choices, examples included; lm-eval's own seeds when None
+    seed: int | None = (
+        None  # seed of all random choices, examples included; lm-eval's own seeds when None
+    )
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ConfigError("--tasks: give at least one task of lm-eval; `lm_eval ls tasks` lists them")
-        check_option("limit", self.limit, self.limit is None or self.limit >= 1, "at least 1")
-        check_option("num_fewshot", self.num_fewshot, self.num_fewshot is None or self.num_fewshot >= 0, "at least 0")
+            raise ConfigError(
+                "--tasks: give at least one task of lm-eval; `lm_eval ls tasks` lists them"
+            )
+        check_option(
+            "limit", self.limit, self.limit is None or self.limit >= 1, "at least 1"
+        )
+        check_option(
+            "num_fewshot",
+            self.num_fewshot,
+            self.num_fewshot is None or self.num_fewshot >= 0,
+            "at least 0",
+        )
         is_seed = self.seed is None or 0 <= self.seed < 1 << 32  # numpy's limit
         check_option("seed", self.seed, is_seed, "from 0 to 2^32 - 1")
         self.generating()  # for its checks
@@ -86,7 +117,12 @@ class HarnessSettings(ModelSettings):
     def seeds(self) -> dict[str, int]:
         if self.seed is None:
             return {}
-        names = "random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"
+        names = (
+            "random_seed",
+            "numpy_random_seed",
+            "torch_random_seed",
+            "fewshot_random_seed",
+        )
         return dict.fromkeys(names, self.seed)
 
 
@@ -98,7 +134,9 @@ def local_folder(model: str) -> str:
             raise ConfigError(f"{model}: {reason}")
         return str(folder)
     if folder.exists() or not _NAME.fullmatch(model) or model.startswith("."):
-        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+        raise ConfigError(
+            f"{model}: there is no such folder; give one with a model and its tokenizer"
+        )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     from ringspan.torch.weights.files import folder_of

@@ -16,7 +16,11 @@ from typing import Final
 from ringspan.core.errors import ConfigError
 
 ADJECTIVES, NOUNS = (
-    tuple(part.split()) for part in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").split("\n\n")
+    tuple(part.split())
+    for part in Path(__file__)
+    .with_name("names.txt")
+    .read_text(encoding="utf-8")
+    .split("\n\n")
 )
 
 
@@ -25,14 +29,20 @@ def names(random: Random, count: int) -> list[str]:
     adjectives, nouns = len(ADJECTIVES), len(NOUNS)
     pairs = adjectives * nouns
     if count <= pairs:
-        return [f"{ADJECTIVES[at // nouns]}-{NOUNS[at % nouns]}" for at in random.sample(range(pairs), count)]
+        return [
+            f"{ADJECTIVES[at // nouns]}-{NOUNS[at % nouns]}"
+            for at in random.sample(range(pairs), count)
+        ]
     if count > adjectives * pairs:
         raise ConfigError(
             f"{count:,} different names are needed, and there are {adjectives * pairs:,}; give fewer --needles and "
             "--distractors, or smaller --lengths"
         )
     drawn = random.sample(range(adjectives * pairs), count)
-    return [f"{ADJECTIVES[at // pairs]}-{ADJECTIVES[at % pairs // nouns]}-{NOUNS[at % nouns]}" for at in drawn]
+    return [
+        f"{ADJECTIVES[at // pairs]}-{ADJECTIVES[at % pairs // nouns]}-{NOUNS[at % nouns]}"
+        for at in drawn
+    ]
 
 
 def number(random: Random) -> str:
@@ -59,7 +69,10 @@ class Material:
 
 def found(said: str, answers: Sequence[str]) -> float:
     """Compute the share of answers in the text as whole words, ignoring case (RULER's also counts inside words)."""
-    hits = [re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", said, re.IGNORECASE) for answer in answers]
+    hits = [
+        re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", said, re.IGNORECASE)
+        for answer in answers
+    ]
     return sum(hit is not None for hit in hits) / len(answers)
 
 
@@ -81,25 +94,35 @@ class Task:
     smallest: int = 1  # units of the shortest prompt
     needs_text: bool = False
     has_depth: bool = False  # True if accuracy is reported by the depth of the answer
-    needles: int | None = None  # default number of values to be found; None if that is no option
+    needles: int | None = (
+        None  # default number of values to be found; None if that is no option
+    )
 
 
-TEXTS: Final = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+TEXTS: Final = tomllib.loads(
+    Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8")
+)
 
 
 def _prompt(which: str, answers: Sequence[str], **parts: object) -> Prompt:
     said = TEXTS[which]
-    return Prompt(said["text"].format(**parts), said["cue"].format(**parts), tuple(answers))
+    return Prompt(
+        said["text"].format(**parts), said["cue"].format(**parts), tuple(answers)
+    )
 
 
 def _lines(random: Random, size: int, depth: float, material: Material) -> Prompt:
     pairs = [(name, number(random)) for name in names(random, size)]
     name, value = random.choice(pairs)
-    record = "".join(f"line {each}: REGISTER_CONTENT is <{held}>\n" for each, held in pairs)
+    record = "".join(
+        f"line {each}: REGISTER_CONTENT is <{held}>\n" for each, held in pairs
+    )
     return _prompt("lines", [value], record=record, name=name)
 
 
-def _asked(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]) -> Prompt:
+def _asked(
+    excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]
+) -> Prompt:
     *others, last = keys
     asked = f"{', '.join(others)} and {last}" if others else last
     return _prompt("numbers", answers, excerpt=" ".join(excerpt), asked=asked)
@@ -115,7 +138,9 @@ def _keys(random: Random, size: int, depth: float, material: Material) -> Prompt
     return _asked([_needle(*pair) for pair in pairs], [key], [value])
 
 
-def _hidden(random: Random, size: int, depth: float | None, material: Material) -> Prompt:
+def _hidden(
+    random: Random, size: int, depth: float | None, material: Material
+) -> Prompt:
     """Hide needles in text: of one key, the first at ``depth``, or of a key each; distractors have their own keys."""
     count = material.needles if depth is None else 1
     every = names(random, count + material.distractors)
@@ -125,7 +150,9 @@ def _hidden(random: Random, size: int, depth: float | None, material: Material) 
     first = random.randint(0, size) if depth is None else round(depth * size)
     excerpt = material.excerpt(random, size)
     places = [first, *(random.randint(0, size) for _ in pairs[1:])]
-    for place, needle in sorted(zip(places, (_needle(*pair) for pair in pairs), strict=True), reverse=True):
+    for place, needle in sorted(
+        zip(places, (_needle(*pair) for pair in pairs), strict=True), reverse=True
+    ):
         excerpt.insert(place, needle)
     return _asked(excerpt, asked, [value for _, value in pairs[: material.needles]])
 
@@ -138,7 +165,9 @@ HOPS: Final = 4
 CHAINS: Final = 2
 
 
-def _different(random: Random, count: int, alphabet: str, length: int, first: Sequence[str] = ()) -> list[str]:
+def _different(
+    random: Random, count: int, alphabet: str, length: int, first: Sequence[str] = ()
+) -> list[str]:
     words = list(first)
     while len(words) < count:
         word = "".join(random.choices(alphabet, k=length))
@@ -156,12 +185,24 @@ def _tracing(random: Random, size: int, depth: float, material: Material) -> Pro
         own = variables[chain::CHAINS]
         sources = [str(values[chain]), *(f"VAR {name}" for name in own[:-1])]
         places = sorted(random.randint(0, size) for _ in own)
-        said = (f"VAR {name} = {source}." for name, source in zip(own, sources, strict=True))
-        placed += [(place, order, each) for order, (place, each) in enumerate(zip(places, said, strict=True))]
-    for place, _, sentence in sorted(placed, reverse=True):  # those of one place keep the order of their chain
+        said = (
+            f"VAR {name} = {source}." for name, source in zip(own, sources, strict=True)
+        )
+        # those of one place keep the order of their chain
+        placed += [
+            (place, order, each)
+            for order, (place, each) in enumerate(zip(places, said, strict=True))
+        ]
+    for place, _, sentence in sorted(placed, reverse=True):
         excerpt.insert(place, sentence)
     answers = variables[0::CHAINS]
-    return _prompt("tracing", answers, excerpt=" ".join(excerpt), value=values[0], count=len(answers))
+    return _prompt(
+        "tracing",
+        answers,
+        excerpt=" ".join(excerpt),
+        value=values[0],
+        count=len(answers),
+    )
 
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
@@ -184,22 +225,56 @@ def _frequent(random: Random, size: int, depth: float, material: Material) -> Pr
     while count := int(size / _ZETA_2 / (len(counts) + 1) ** 2):
         counts.append(count)
     words = _different(random, len(counts), ascii_lowercase, 6, ["...."])
-    coded = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+    coded = [
+        word for word, count in zip(words, counts, strict=True) for _ in range(count)
+    ]
     random.shuffle(coded)
-    return _prompt("frequent-words", words[1 : 1 + FREQUENT], words=" ".join(coded), count=FREQUENT)
+    return _prompt(
+        "frequent-words", words[1 : 1 + FREQUENT], words=" ".join(coded), count=FREQUENT
+    )
 
 
-_SINGLE, _SEVERAL = {"needs_text": True, "needles": 1}, {"needs_text": True, "needles": 4}
+_SINGLE, _SEVERAL = (
+    {"needs_text": True, "needles": 1},
+    {"needs_text": True, "needles": 4},
+)
 TASKS: Final[dict[str, Task]] = {
     task.name: task
     for task in (
-        Task("lines", "Retrieve the number of one line of a record.", _lines, first_number),
-        Task("needle", "Find a number in real text, by length and depth.", _hidden, **_SINGLE, has_depth=True),
-        Task("keys", "Find the number of one key in a text of nothing but keys and numbers.", _keys),
-        Task("values", "Find all numbers of one key in real text.", _hidden, **_SEVERAL),
+        Task(
+            "lines",
+            "Retrieve the number of one line of a record.",
+            _lines,
+            first_number,
+        ),
+        Task(
+            "needle",
+            "Find a number in real text, by length and depth.",
+            _hidden,
+            **_SINGLE,
+            has_depth=True,
+        ),
+        Task(
+            "keys",
+            "Find the number of one key in a text of nothing but keys and numbers.",
+            _keys,
+        ),
+        Task(
+            "values", "Find all numbers of one key in real text.", _hidden, **_SEVERAL
+        ),
         Task("queries", "Find the numbers of several keys.", _queries, **_SEVERAL),
-        Task("tracing", "Track assignments through chains of variables.", _tracing, needs_text=True),
+        Task(
+            "tracing",
+            "Track assignments through chains of variables.",
+            _tracing,
+            needs_text=True,
+        ),
         Task("common-words", "Name the ten words that a list has most often.", _common),
-        Task("frequent-words", "Name the three most frequent words of a coded text.", _frequent, smallest=100),
+        Task(
+            "frequent-words",
+            "Name the three most frequent words of a coded text.",
+            _frequent,
+            smallest=100,
+        ),
     )
 }

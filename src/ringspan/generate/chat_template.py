@@ -17,8 +17,13 @@ def template_of(processor: Any, *, has_tools: bool = False) -> str:
     """Return the template that ``apply_chat_template`` takes; an empty one if there is none."""
     template = getattr(processor, "chat_template", None)
     if isinstance(template, dict):
-        is_tokenizer = not hasattr(processor, "tokenizer")  # a processor always takes the default
-        name = "tool_use" if has_tools and is_tokenizer and "tool_use" in template else "default"
+        # a processor always takes the default
+        is_tokenizer = not hasattr(processor, "tokenizer")
+        name = (
+            "tool_use"
+            if has_tools and is_tokenizer and "tool_use" in template
+            else "default"
+        )
         template = template.get(name)
     return template or ""
 
@@ -26,7 +31,9 @@ def template_of(processor: Any, *, has_tools: bool = False) -> str:
 @lru_cache(maxsize=4096)
 def reads(template: str, name: str) -> bool:
     """Return whether a template mentions a variable, or a key of a message."""
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None or (_WHOLE_MESSAGES.search(template) is not None)
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None or (
+        _WHOLE_MESSAGES.search(template) is not None
+    )
 
 
 def refuse_broken(processor: Any, where: str) -> None:

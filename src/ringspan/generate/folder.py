@@ -12,7 +12,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG, read_small
+from ringspan.core.files.named import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MODEL_CONFIG,
+    read_small,
+)
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import refused
@@ -31,8 +36,12 @@ from ringspan.torch.weights.loading import read_whole, unread_model
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
     folder = base_folder(settings.folder)
-    with refused(settings.folder, OSError, ValueError, KeyError, TypeError, StrictDataclassError):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with refused(
+        settings.folder, OSError, ValueError, KeyError, TypeError, StrictDataclassError
+    ):
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"{settings.folder}: {config.model_type} is no causal language model of transformers; use one"
@@ -49,13 +58,19 @@ def base_folder(folder: str) -> str:
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
         return folder
-    if Path(folder, MODEL_CONFIG).is_file() and any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX)):
+    if Path(folder, MODEL_CONFIG).is_file() and any(
+        Path(folder, name).is_file() for name in (WEIGHTS, INDEX)
+    ):
         return folder
     require(f"{folder}, an adapter,", "peft")
-    with refused(f"{path}: cannot be read", OSError, ValueError, AttributeError, RecursionError):
+    with refused(
+        f"{path}: cannot be read", OSError, ValueError, AttributeError, RecursionError
+    ):
         base = json.loads(read_small(path)).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{path}: does not say which model it is for; set base_model_name_or_path")
+        raise ConfigError(
+            f"{path}: does not say which model it is for; set base_model_name_or_path"
+        )
     try:
         return str(folder_of(base, local_files_only=True))
     except (OSError, ValueError) as error:  # as the Hub's client raises it
@@ -68,33 +83,51 @@ def base_folder(folder: str) -> str:
 def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:
     """Return the settings' dtype, else the folder's; raise ConfigError for one that is not tested."""
     own = getattr(text_config(config), "dtype", None) or torch.float32
-    name = str(own).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+    name = (
+        str(own).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+    )
     if name not in ("float32", "bfloat16"):
-        raise ConfigError(f"{settings.folder}: its weights are {name}; choose --dtype float32 or bfloat16")
+        raise ConfigError(
+            f"{settings.folder}: its weights are {name}; choose --dtype float32 or bfloat16"
+        )
     return getattr(torch, name)
 
 
 def has_tokenizer(folder: str) -> bool:
-    names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+    )
     return any(Path(folder, name).exists() for name in names)
 
 
 def tokenizer_folder(folder: str) -> str | None:
     """Return the folder whose tokenizer is taken: this one or the base of its adapter; None without any."""
-    return next((each for each in (folder, base_folder(folder)) if has_tokenizer(each)), None)
+    return next(
+        (each for each in (folder, base_folder(folder)) if has_tokenizer(each)), None
+    )
 
 
-def load_tokenizer(folder: str, config: PreTrainedConfig, *, chats: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: str, config: PreTrainedConfig, *, chats: bool = False
+) -> Tokenizer:
     """Load the tokenizer; raise ConfigError if it is missing, has another vocabulary, or cannot write what it is for.
 
     With ``chats``, a chat template, if any, must be valid.
     """
     source = tokenizer_folder(folder)
     if source is None:
-        raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
+        raise ConfigError(
+            f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained"
+        )
     # tokenizers raises plain Exceptions for files that it cannot read
     with refused(f"{folder}: its tokenizer cannot be read", Exception):
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
     # Tokens that were added, an image's say, may have ids beyond a model of text; a prompt that has them is refused.
     vocabulary = text_config(config).vocab_size
     if tokenizer.vocab_size > vocabulary:
@@ -107,7 +140,9 @@ def load_tokenizer(folder: str, config: PreTrainedConfig, *, chats: bool = False
     return tokenizer
 
 
-def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig) -> None:
+def check_ids(
+    ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig
+) -> None:
     text = text_config(config)
     if not len(ids):
         raise ConfigError("the prompt is empty; at least one token is needed")
@@ -132,7 +167,9 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> PreTrain
     files = WeightFiles(Path(folder), config, adapter=is_adapter)
     if is_adapter:
         check_base(Path(settings.folder), folder, files)
-    model, _ = unread_model(folder, Path(folder), files, config, dtype_of(settings, config))
+    model, _ = unread_model(
+        folder, Path(folder), files, config, dtype_of(settings, config)
+    )
     if is_adapter:
         read_whole(model)
         model = _with_adapter(model, settings.folder)
@@ -143,12 +180,15 @@ def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     from peft import PeftModel
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained")
+        raise ConfigError(
+            f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained"
+        )
     kinds = OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError
     tied = tied_names(model)
     with refused(f"{folder}: is no adapter for this model", *kinds), asking_as_before():
         peft = PeftModel.from_pretrained(model, folder, is_trainable=False)
-        is_apart = tied_names(base_of(peft)) != tied  # names of layers that the adapter wraps differ
+        # names of layers that the adapter wraps differ
+        is_apart = tied_names(base_of(peft)) != tied
         if is_apart:
             untie(base_of(peft))
         merged = peft.merge_and_unload(safe_merge=True)

@@ -69,7 +69,9 @@ class Session:
 
     def new_cache(self) -> RingCache:
         """Return an empty cache, or the one that the settings name. Errors are raised on all ranks."""
-        dtype = None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
+        dtype = (
+            None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
+        )
         if self.settings.load_cache is None:
             return self.model.new_cache(dtype)
         self.observer.doing("loading the cache")
@@ -88,8 +90,12 @@ class Session:
 
     def opened(self) -> tuple[list[int], RingCache]:
         """Return the named cache and its tokens, or a new one and none; errors are all ranks'."""
-        if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
-            option = "--save-cache" if self.settings.load_cache is None else "--load-cache"
+        if self.num_beams > 1 and (
+            self.settings.load_cache or self.settings.save_cache
+        ):
+            option = (
+                "--save-cache" if self.settings.load_cache is None else "--load-cache"
+            )
             raise ConfigError(
                 f"{option}: generation_config.json has num_beams = {self.num_beams}, and such a cache is of so many "
                 "texts; set it to 1 there, or leave the option out"
@@ -100,22 +106,32 @@ class Session:
         if self.settings.load_cache is None:
             return [], cache
         if len(cache.ids) > 1:
-            raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, must hold one")
+            raise ConfigError(
+                f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, must hold one"
+            )
         return cache.ids[0].tolist(), cache
 
     def _refuse_unsaved(self) -> None:
         """Raise UnsupportedError if the model's caches cannot be saved, before a text is read for one."""
+        # a token shows what their indexes keep
         cache = self.model.new_cache()
-        if choosing_modules(decoder_on_ring(self.model)):  # a token shows what their indexes keep
+        if choosing_modules(decoder_on_ring(self.model)):
             token = torch.zeros(1, 1, dtype=torch.int64, device=local_device())
             self.model.generate(
-                token, attention_mask=torch.ones_like(token), past_key_values=cache, max_new_tokens=1, do_sample=False,
-                num_beams=1, weights=self.settings.weights,
-            )  # fmt: skip
+                token,
+                attention_mask=torch.ones_like(token),
+                past_key_values=cache,
+                max_new_tokens=1,
+                do_sample=False,
+                num_beams=1,
+                weights=self.settings.weights,
+            )
         try:
             refuse_unsaved(self.model, cache)
         except UnsupportedError as error:
-            raise UnsupportedError(f"--save-cache {self.settings.save_cache}: {error}, without the option") from None
+            raise UnsupportedError(
+                f"--save-cache {self.settings.save_cache}: {error}, without the option"
+            ) from None
 
     def keep(self, cache: RingCache) -> None:
         """Save a cache if the settings say so; raise CheckpointError on all ranks if that fails."""
@@ -128,8 +144,11 @@ class Session:
         """Generate after ``ids``, whose beginning the cache may hold already."""
         cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
-        has_beams = self.num_beams > 1  # no text is known before their end, and transformers streams none
-        self.model.ring_on_read = self._on_read(len(ids), listener.wrote if has_beams else None)
+        # no text is known before their end, and transformers streams none
+        has_beams = self.num_beams > 1
+        self.model.ring_on_read = self._on_read(
+            len(ids), listener.wrote if has_beams else None
+        )
         self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
         prompt = torch.tensor([ids], device=local_device())
         started = time.perf_counter()
@@ -154,11 +173,15 @@ class Session:
             text=text,
             token_ids=new,
             prefill_seconds=listener.first - started,
-            seconds_per_token=(ended - listener.first) / (len(new) - 1) if len(new) > 1 else None,
+            seconds_per_token=(ended - listener.first) / (len(new) - 1)
+            if len(new) > 1
+            else None,
             cache_bytes_per_rank=int(largest),
         )
 
-    def _on_read(self, total: int, wrote: Callable[[int], None] | None) -> Callable[[int], None]:
+    def _on_read(
+        self, total: int, wrote: Callable[[int], None] | None
+    ) -> Callable[[int], None]:
         def read(tokens: int) -> None:
             if tokens <= total:  # of the prompt, not of what follows
                 self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
@@ -172,9 +195,16 @@ class Session:
 class _Listener(TextStreamer):
     """A streamer on every rank, for the watchdog, times and the observer."""
 
-    def __init__(self, watchdog: Watchdog, tokenizer: Tokenizer, observer: Observer) -> None:
+    def __init__(
+        self, watchdog: Watchdog, tokenizer: Tokenizer, observer: Observer
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._watchdog, self._observer, self._num_tokens, self.first = watchdog, observer, -1, 0.0
+        self._watchdog, self._observer, self._num_tokens, self.first = (
+            watchdog,
+            observer,
+            -1,
+            0.0,
+        )
 
     def put(self, value: object) -> None:
         self._num_tokens += 1
@@ -193,7 +223,10 @@ class _Listener(TextStreamer):
 
 @contextmanager
 def session(
-    settings: GenerateSettings, config: PreTrainedConfig, tokenizer: Tokenizer, observer: Observer | None = None
+    settings: GenerateSettings,
+    config: PreTrainedConfig,
+    tokenizer: Tokenizer,
+    observer: Observer | None = None,
 ) -> Iterator[Session]:
     """Yield a folder's model on all ranks, watched while in use; raise RingspanError for anything refused."""
     observer = observer or Observer()
@@ -204,7 +237,9 @@ def session(
     if settings.prefill_tokens is not None:
         model.ring_prefill_tokens = settings.prefill_tokens
     torch.manual_seed(settings.seed)
-    limits = Limits(silence_seconds=settings.silence_seconds, patience_seconds=PATIENCE_SECONDS)
+    limits = Limits(
+        silence_seconds=settings.silence_seconds, patience_seconds=PATIENCE_SECONDS
+    )
     with Watchdog(limits, None) as watchdog:
         yield Session(settings, model, tokenizer, watchdog, observer)
 
@@ -226,18 +261,28 @@ class Conversation:
     def __post_init__(self) -> None:
         self.ids = list(self.book)
 
-    def ask(self, line: str, check: Callable[[list[int]], None] = lambda ids: None) -> bool:
+    def ask(
+        self, line: str, check: Callable[[list[int]], None] = lambda ids: None
+    ) -> bool:
         """Add a user's line; return False if templates drop old answers, so that the cache is void."""
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
-            ids = self.ids + self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
+            ids = self.ids + self._encode(
+                f"{start}{line}\n", add_special_tokens=not self.ids
+            )
             check(ids)
             self.ids = ids
             return True
         messages = [*self.messages, {"role": "user", "content": line}]
-        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = str(
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
         goes_on = text.startswith(self._text)
-        new = self._encode(text[len(self._text) :] if goes_on else text, add_special_tokens=False)
+        new = self._encode(
+            text[len(self._text) :] if goes_on else text, add_special_tokens=False
+        )
         ids = [*(self.ids if goes_on else self.book), *new]
         check(ids)
         self.ids, self.messages, self._text = ids, messages, text
@@ -300,13 +345,19 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
                     model.keep(cache)
                 return
         try:
-            goes_on = conversation.ask(line, lambda ids: check_ids(ids, model.settings, model.model.config))
+            goes_on = conversation.ask(
+                line, lambda ids: check_ids(ids, model.settings, model.model.config)
+            )
         except ConfigError as error:
             if is_option:  # of the command, which ends with it as with any other
                 raise
             model.observer.refused(str(error))
         else:
-            if not goes_on or model.num_beams > 1 or model.model.generation_config.prompt_lookup_num_tokens:
+            if (
+                not goes_on
+                or model.num_beams > 1
+                or model.model.generation_config.prompt_lookup_num_tokens
+            ):
                 cache = model.new_cache()
             conversation.answered(model.answer(conversation.ids, cache).token_ids)
             model.observer.wrote("\n")

@@ -54,32 +54,71 @@ class GenerateSettings(ModelSettings):
         check_option("seed", self.seed, 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
         hint = "leave --temperature, --top-p and --top-k out for the most likely tokens"
         heat, top_p, top_k = self.temperature, self.top_p, self.top_k
-        check_option("temperature", heat, heat is None or 0 < heat < math.inf, f"above 0 and finite; {hint}")
-        check_option("top_p", top_p, top_p is None or 0 < top_p <= 1, f"above 0 and at most 1; {hint}")
+        check_option(
+            "temperature",
+            heat,
+            heat is None or 0 < heat < math.inf,
+            f"above 0 and finite; {hint}",
+        )
+        check_option(
+            "top_p",
+            top_p,
+            top_p is None or 0 < top_p <= 1,
+            f"above 0 and at most 1; {hint}",
+        )
         check_option("top_k", top_k, top_k is None or top_k >= 1, f"at least 1; {hint}")
-        for name, names in (("dtype", DTYPES), ("cache_dtype", _CACHE_DTYPES), ("weights", WEIGHTS_NAMES)):
+        for name, names in (
+            ("dtype", DTYPES),
+            ("cache_dtype", _CACHE_DTYPES),
+            ("weights", WEIGHTS_NAMES),
+        ):
             value = getattr(self, name)
             check_option(name, value, value in names, f"one of {', '.join(names)}")
         if (new := self.save_cache) is not None:
-            check_option("save_cache", new, not os.path.exists(new), "a new folder; this one exists")
-            check_option("save_cache", new, Path(new).absolute().parent.is_dir(), "in a folder that exists")
+            check_option(
+                "save_cache",
+                new,
+                not os.path.exists(new),
+                "a new folder; this one exists",
+            )
+            check_option(
+                "save_cache",
+                new,
+                Path(new).absolute().parent.is_dir(),
+                "in a folder that exists",
+            )
         if (old := self.load_cache) is not None:
             is_there = Path(old, "manifest.json").is_file()
-            check_option("load_cache", old, is_there, "a folder that --save-cache wrote, with its manifest.json")
+            check_option(
+                "load_cache",
+                old,
+                is_there,
+                "a folder that --save-cache wrote, with its manifest.json",
+            )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for a number of ranks that does not make rings of ``tp``."""
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: at least one process is needed")
         if num_ranks % self.tp:
-            raise ConfigError(f"--tp {self.tp}: does not divide the {num_ranks} processes; choose a divisor")
+            raise ConfigError(
+                f"--tp {self.tp}: does not divide the {num_ranks} processes; choose a divisor"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the options for transformers' ``generate``; omitted ones are the model's generation_config's."""
-        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        sampling = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
         given = {name: value for name, value in sampling.items() if value is not None}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": bool(given),
+            **given,
+        }
 
 
 def check_option(name: str, value: object, is_right: bool, should_be: str) -> None:

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from ringspan.gpu.support import OF_BATCH, OF_ROWS
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware's exponential is 2 ** x, so scores are kept in units of log 2
+# the hardware's exponential is 2 ** x, so scores are kept in units of log 2
+LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -24,7 +25,14 @@ def _tanh(x):
 
 @triton.jit
 def scores(
-    product, query_position, key_position, slope, scale, softcap, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
+    product,
+    query_position,
+    key_position,
+    slope,
+    scale,
+    softcap,
+    HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
 ):
     """Numbers, and the factor that makes scores in units of log 2 of them; their derivative by the scaled product."""
     # The factor of numbers that need nothing else is left to the exponential, which takes it in one operation.
@@ -33,7 +41,9 @@ def scores(
         s = _tanh(product * (scale / softcap))
         factor, derivative = softcap * LOG2_E, 1.0 - s * s
     if HAS_SLOPES:
-        s = s * factor - slope * LOG2_E * tl.abs(query_position - key_position).to(tl.float32)
+        s = s * factor - slope * LOG2_E * tl.abs(query_position - key_position).to(
+            tl.float32
+        )
         factor = 1.0
     return s, factor, derivative
 
@@ -41,7 +51,14 @@ def scores(
 @triton.jit
 def tile_at(tiles, number):
     at = tiles + 6 * number
-    return (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+    )
 
 
 @triton.jit
@@ -60,21 +77,29 @@ def segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constex
 
 
 @triton.jit
-def _load(pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr = True):
+def _load(
+    pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr = True
+):
     """Load rows of a head, padded with 0: (rows, numbers)."""
     places = pointer + at * stride + local[:, None] * stride + column[None, :]
     if MASKED:
-        return tl.load(places, mask=is_row[:, None] & (column < size)[None, :], other=0.0)
+        return tl.load(
+            places, mask=is_row[:, None] & (column < size)[None, :], other=0.0
+        )
     else:
         return tl.load(places)
 
 
 @triton.jit
-def _load_transposed(pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr):
+def _load_transposed(
+    pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr
+):
     """Load rows of a head, padded with 0: (numbers, rows)."""
     places = pointer + at * stride + local[None, :] * stride + column[:, None]
     if MASKED:
-        return tl.load(places, mask=is_row[None, :] & (column < size)[:, None], other=0.0)
+        return tl.load(
+            places, mask=is_row[None, :] & (column < size)[:, None], other=0.0
+        )
     else:
         return tl.load(places)
 
@@ -97,21 +122,33 @@ def _see(
         keys = _load_transposed(k, at, k_t, local, column, is_key, size, PADDED)
         key_position = 0
         if HAS_SLOPES:
-            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
+            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[
+                None, :
+            ]
         s, factor, _ = scores(
-            tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
+            tl.dot(q, keys, input_precision=PRECISION),
+            position,
+            key_position,
+            slope,
+            scale,
+            softcap,
+            HAS_CAP,
             HAS_SLOPES,
-        )  # fmt: skip
+        )
         if MASKED:
             distance = row[:, None] - key[None, :]
-            is_seen = (distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :]
+            is_seen = (
+                (distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :]
+            )
             s, factor = tl.where(is_seen, s * factor, -float("inf")), 1.0
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         kept = tl.exp2(top - base)
         p = tl.exp2(s * factor - base[:, None])
         values = _load(v, at, v_t, local, value_column, is_key, value_size, PADDED)
-        acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
+        acc = tl.dot(
+            p.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION
+        )
         total = total * kept + tl.sum(p, 1)
         top = new_top
     return acc, top, total
@@ -128,18 +165,39 @@ def forward(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles' keys to the rows' running (out, lse): float32, (B, H, R, E) and (B, H, R)."""
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last rows of a causal tile have most keys
-    entry, last_entry = tl.load(first + row0 // GRAIN), tl.load(first + row0 // GRAIN + 1)
+    row0 = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    ) * ROWS  # the last rows of a causal tile have most keys
+    entry, last_entry = (
+        tl.load(first + row0 // GRAIN),
+        tl.load(first + row0 // GRAIN + 1),
+    )
     if (entry == last_entry) & IN_PLACE:
         return
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    local, column, value_column = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
+    local, column, value_column = (
+        tl.arange(0, ROWS),
+        tl.arange(0, SIZE),
+        tl.arange(0, VALUE_SIZE),
+    )
     row = row0 + local
     is_row = row < rows
-    at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+    at, head64, kv_head = (
+        row0.to(tl.int64),
+        head.to(tl.int64),
+        (head // group).to(tl.int64),
+    )
     is_out = is_row[:, None] & (value_column < value_size)[None, :]
-    queries = _load(q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size)
-    out_at = batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :]
+    queries = _load(
+        q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size
+    )
+    out_at = (
+        batch * out_b
+        + head64 * out_h
+        + at * out_t
+        + local[:, None] * out_t
+        + value_column[None, :]
+    )
     lse_at = batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
     # The largest score is that of the largest product.
     queries, scale = tl.where(scale < 0, -queries, queries), tl.abs(scale)
@@ -159,14 +217,43 @@ def forward(
         rows_in = (row >= q0) & (row < q1)
         for part in tl.static_range(3):
             acc, top, total = _see(
-                acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-                softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
-                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
-            )  # fmt: skip
+                acc,
+                top,
+                total,
+                queries,
+                k,
+                v,
+                k_t,
+                v_t,
+                row - q0,
+                rows_in,
+                position,
+                key_positions,
+                slope,
+                scale,
+                softcap,
+                k0,
+                lo,
+                hi,
+                bounds[part],
+                bounds[part + 1],
+                k1 - k0,
+                size,
+                value_size,
+                KEYS,
+                SIZE,
+                VALUE_SIZE,
+                part != 1,
+                HAS_CAP,
+                HAS_SLOPES,
+                PRECISION,
+                IS_EVEN,
+            )
     has_seen = total > 0.0
     divisor = tl.where(has_seen, total, 1.0)
     new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
-    is_unchanged = (top == old_top) & (total == 1.0)  # another base and back would round
+    # another base and back would round
+    is_unchanged = (top == old_top) & (total == 1.0)
     tl.store(out + out_at, acc / divisor[:, None], mask=is_out)
     tl.store(lse + lse_at, tl.where(is_unchanged, before, new_lse), mask=is_row)
 
@@ -179,25 +266,46 @@ def _pull(
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [start, stop) of a tile contribute to dq / scale of a block of rows."""
-    column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, KEYS)
+    column, value_column, local = (
+        tl.arange(0, SIZE),
+        tl.arange(0, VALUE_SIZE),
+        tl.arange(0, KEYS),
+    )
     PADDED: tl.constexpr = MASKED or not IS_EVEN
     for first in range(start, stop, KEYS):
         key = first + local
         is_key = key < last
         at = (k0 + first).to(tl.int64)
         keys = _load_transposed(k, at, k_t, local, column, is_key, size, PADDED)
-        values = _load_transposed(v, at, v_t, local, value_column, is_key, value_size, PADDED)
+        values = _load_transposed(
+            v, at, v_t, local, value_column, is_key, value_size, PADDED
+        )
         key_position = 0
         if HAS_SLOPES:
-            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
+            key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[
+                None, :
+            ]
         s, factor, derivative = scores(
-            tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
+            tl.dot(q, keys, input_precision=PRECISION),
+            position,
+            key_position,
+            slope,
+            scale,
+            softcap,
+            HAS_CAP,
             HAS_SLOPES,
-        )  # fmt: skip
+        )
         p = tl.exp2(s * factor - lse2[:, None])
         if MASKED:
             distance = row[:, None] - key[None, :]
-            p = tl.where((distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :], p, 0.0)
+            p = tl.where(
+                (distance >= lo)
+                & (distance <= hi)
+                & rows_in[:, None]
+                & is_key[None, :],
+                p,
+                0.0,
+            )
         dp = tl.dot(dout, values, input_precision=PRECISION)
         ds = p * (dp - delta[:, None]) * derivative
         acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
@@ -218,26 +326,60 @@ def backward_queries(
     """Compute the tiles' share of dq, (B, H, R, D) float32, from the GLOBAL out and lse."""
     # delta = sum(dout out), (B, H, R) without gaps, is read if HAS_DELTA, else computed, for ``backward_keys``.
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    entry, last_entry = tl.load(first + row0 // GRAIN), tl.load(first + row0 // GRAIN + 1)
+    entry, last_entry = (
+        tl.load(first + row0 // GRAIN),
+        tl.load(first + row0 // GRAIN + 1),
+    )
     if (entry == last_entry) & IN_PLACE:
         return
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    local, column, value_column = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
+    local, column, value_column = (
+        tl.arange(0, ROWS),
+        tl.arange(0, SIZE),
+        tl.arange(0, VALUE_SIZE),
+    )
     row = row0 + local
     is_row = row < rows
-    at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+    at, head64, kv_head = (
+        row0.to(tl.int64),
+        head.to(tl.int64),
+        (head // group).to(tl.int64),
+    )
     is_q = is_row[:, None] & (column < size)[None, :]
-    queries = _load(q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size)
-    douts = _load(dout + batch * dout_b + head64 * dout_h, at, dout_t, local, value_column, is_row, value_size)
+    queries = _load(
+        q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size
+    )
+    douts = _load(
+        dout + batch * dout_b + head64 * dout_h,
+        at,
+        dout_t,
+        local,
+        value_column,
+        is_row,
+        value_size,
+    )
     delta_at += tl.program_id(1).to(tl.int64) * rows + row
     if HAS_DELTA:
         delta = tl.load(delta_at, mask=is_row, other=0.0)
     else:
-        outs = _load(out + batch * out_b + head64 * out_h, at, out_t, local, value_column, is_row, value_size)
+        outs = _load(
+            out + batch * out_b + head64 * out_h,
+            at,
+            out_t,
+            local,
+            value_column,
+            is_row,
+            value_size,
+        )
         delta = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
         tl.store(delta_at, delta, mask=is_row)
-    row_lse = tl.load(lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t, mask=is_row, other=0.0)
-    lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)  # a row that saw nothing has no share
+    row_lse = tl.load(
+        lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t,
+        mask=is_row,
+        other=0.0,
+    )
+    # a row that saw nothing has no share
+    lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
     slope, position = 0.0, 0
     if HAS_SLOPES:
         slope = tl.load(slopes + head)
@@ -251,12 +393,51 @@ def backward_queries(
         rows_in = (row >= q0) & (row < q1)
         for part in tl.static_range(3):
             acc = _pull(
-                acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-                scale, softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
-                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
-            )  # fmt: skip
-    dq_at = batch * dq_b + head64 * dq_h + at * dq_t + local[:, None] * dq_t + column[None, :]
-    tl.store(dq + dq_at, tl.load(old_dq + dq_at, mask=is_q, other=0.0) + acc * scale, mask=is_q)
+                acc,
+                queries,
+                douts,
+                lse2,
+                delta,
+                k,
+                v,
+                k_t,
+                v_t,
+                row - q0,
+                rows_in,
+                position,
+                key_positions,
+                slope,
+                scale,
+                softcap,
+                k0,
+                lo,
+                hi,
+                bounds[part],
+                bounds[part + 1],
+                k1 - k0,
+                size,
+                value_size,
+                KEYS,
+                SIZE,
+                VALUE_SIZE,
+                part != 1,
+                HAS_CAP,
+                HAS_SLOPES,
+                PRECISION,
+                IS_EVEN,
+            )
+    dq_at = (
+        batch * dq_b
+        + head64 * dq_h
+        + at * dq_t
+        + local[:, None] * dq_t
+        + column[None, :]
+    )
+    tl.store(
+        dq + dq_at,
+        tl.load(old_dq + dq_at, mask=is_q, other=0.0) + acc * scale,
+        mask=is_q,
+    )
 
 
 @triton.jit
@@ -267,7 +448,11 @@ def _push(
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows [start, stop) of a tile contribute to dk / scale and dv of a block of keys."""
-    column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, ROWS)
+    column, value_column, local = (
+        tl.arange(0, SIZE),
+        tl.arange(0, VALUE_SIZE),
+        tl.arange(0, ROWS),
+    )
     PADDED: tl.constexpr = MASKED or not IS_EVEN
     for first in range(start, stop, ROWS):
         row = first + local
@@ -280,19 +465,36 @@ def _push(
         deltas = tl.load(delta + at + local, mask=is_row, other=0.0)
         position = 0
         if HAS_SLOPES:
-            position = tl.load(query_positions + q0 + row, mask=is_row, other=0)[None, :]
+            position = tl.load(query_positions + q0 + row, mask=is_row, other=0)[
+                None, :
+            ]
         s, factor, derivative = scores(
-            tl.dot(keys, queries, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
+            tl.dot(keys, queries, input_precision=PRECISION),
+            position,
+            key_position,
+            slope,
+            scale,
+            softcap,
+            HAS_CAP,
             HAS_SLOPES,
-        )  # fmt: skip
+        )
         p = tl.exp2(s * factor - lse2[None, :])
         if MASKED:
             distance = row[None, :] - key[:, None]
-            p = tl.where((distance >= lo) & (distance <= hi) & keys_in[:, None] & is_row[None, :], p, 0.0)
+            p = tl.where(
+                (distance >= lo)
+                & (distance <= hi)
+                & keys_in[:, None]
+                & is_row[None, :],
+                p,
+                0.0,
+            )
         dv = tl.dot(p.to(douts.dtype), douts, dv, input_precision=PRECISION)
         dp = tl.dot(values, tl.trans(douts), input_precision=PRECISION)
         ds = p * (dp - deltas[None, :]) * derivative
-        dk = tl.dot(ds.to(queries.dtype), tl.trans(queries), dk, input_precision=PRECISION)
+        dk = tl.dot(
+            ds.to(queries.dtype), tl.trans(queries), dk, input_precision=PRECISION
+        )
     return dk, dv
 
 
@@ -309,28 +511,61 @@ def backward_keys(
 ):  # fmt: skip
     """Compute the tiles' share of dk (B, G, K, D) and dv (B, G, K, E), float32."""
     # One program sums a block of keys over its group's query heads: no atomic adds, so results repeat.
-    key_start = tl.program_id(0) * KEYS  # the first keys of a causal tile have most rows
-    entry, last_entry = tl.load(first + key_start // GRAIN), tl.load(first + key_start // GRAIN + 1)
+    # the first keys of a causal tile have most rows
+    key_start = tl.program_id(0) * KEYS
+    entry, last_entry = (
+        tl.load(first + key_start // GRAIN),
+        tl.load(first + key_start // GRAIN + 1),
+    )
     if (entry == last_entry) & IN_PLACE:
         return
     groups = heads // group
-    batch, kv_head = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
-    local, column, value_column = tl.arange(0, KEYS), tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
+    batch, kv_head = (
+        (tl.program_id(1) // groups).to(tl.int64),
+        tl.program_id(1) % groups,
+    )
+    local, column, value_column = (
+        tl.arange(0, KEYS),
+        tl.arange(0, SIZE),
+        tl.arange(0, VALUE_SIZE),
+    )
     key = key_start + local
     is_key = key < num_keys
     at, kv_head64 = key_start.to(tl.int64), kv_head.to(tl.int64)
-    is_k, is_v = is_key[:, None] & (column < size)[None, :], is_key[:, None] & (value_column < value_size)[None, :]
-    keys = _load(k + batch * k_b + kv_head64 * k_h, at, k_t, local, column, is_key, size)
-    values = _load(v + batch * v_b + kv_head64 * v_h, at, v_t, local, value_column, is_key, value_size)
-    dk_sum, dv_sum = tl.zeros((KEYS, SIZE), tl.float32), tl.zeros((KEYS, VALUE_SIZE), tl.float32)
+    is_k, is_v = (
+        is_key[:, None] & (column < size)[None, :],
+        is_key[:, None] & (value_column < value_size)[None, :],
+    )
+    keys = _load(
+        k + batch * k_b + kv_head64 * k_h, at, k_t, local, column, is_key, size
+    )
+    values = _load(
+        v + batch * v_b + kv_head64 * v_h,
+        at,
+        v_t,
+        local,
+        value_column,
+        is_key,
+        value_size,
+    )
+    dk_sum, dv_sum = (
+        tl.zeros((KEYS, SIZE), tl.float32),
+        tl.zeros((KEYS, VALUE_SIZE), tl.float32),
+    )
     key_position = 0
     if HAS_SLOPES:
         key_position = tl.load(key_positions + key, mask=is_key, other=0)[:, None]
     for member in range(group):
         head = kv_head * group + member
         head64 = head.to(tl.int64)
-        q_head, dout_head = q + batch * q_b + head64 * q_h, dout + batch * dout_b + head64 * dout_h
-        lse_head, delta_head = lse + batch * lse_b + head64 * lse_h, delta + (batch * heads + head64) * rows
+        q_head, dout_head = (
+            q + batch * q_b + head64 * q_h,
+            dout + batch * dout_b + head64 * dout_h,
+        )
+        lse_head, delta_head = (
+            lse + batch * lse_b + head64 * lse_h,
+            delta + (batch * heads + head64) * rows,
+        )
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(slopes + head)
@@ -340,12 +575,60 @@ def backward_keys(
             keys_in = (key >= k0) & (key < k1)
             for part in tl.static_range(3):
                 dk_sum, dv_sum = _push(
-                    dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t,
-                    key - k0, keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, bounds[part],
-                    bounds[part + 1], q1 - q0, size, value_size,
-                    ROWS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
-                )  # fmt: skip
-    dk_at = batch * dk_b + kv_head64 * dk_h + at * dk_t + local[:, None] * dk_t + column[None, :]
-    dv_at = batch * dv_b + kv_head64 * dv_h + at * dv_t + local[:, None] * dv_t + value_column[None, :]
-    tl.store(dk + dk_at, tl.load(old_dk + dk_at, mask=is_k, other=0.0) + dk_sum * scale, mask=is_k)
-    tl.store(dv + dv_at, tl.load(old_dv + dv_at, mask=is_v, other=0.0) + dv_sum, mask=is_v)
+                    dk_sum,
+                    dv_sum,
+                    keys,
+                    values,
+                    q_head,
+                    dout_head,
+                    lse_head,
+                    delta_head,
+                    q_t,
+                    dout_t,
+                    lse_t,
+                    key - k0,
+                    keys_in,
+                    query_positions,
+                    key_position,
+                    slope,
+                    scale,
+                    softcap,
+                    q0,
+                    lo,
+                    hi,
+                    bounds[part],
+                    bounds[part + 1],
+                    q1 - q0,
+                    size,
+                    value_size,
+                    ROWS,
+                    SIZE,
+                    VALUE_SIZE,
+                    part != 1,
+                    HAS_CAP,
+                    HAS_SLOPES,
+                    PRECISION,
+                    IS_EVEN,
+                )
+    dk_at = (
+        batch * dk_b
+        + kv_head64 * dk_h
+        + at * dk_t
+        + local[:, None] * dk_t
+        + column[None, :]
+    )
+    dv_at = (
+        batch * dv_b
+        + kv_head64 * dv_h
+        + at * dv_t
+        + local[:, None] * dv_t
+        + value_column[None, :]
+    )
+    tl.store(
+        dk + dk_at,
+        tl.load(old_dk + dk_at, mask=is_k, other=0.0) + dk_sum * scale,
+        mask=is_k,
+    )
+    tl.store(
+        dv + dv_at, tl.load(old_dv + dv_at, mask=is_v, other=0.0) + dv_sum, mask=is_v
+    )

@@ -28,7 +28,9 @@ class Table(NamedTuple):
 
     @staticmethod
     def of(tiles: Sequence[Tile], num_rows: int, num_keys: int) -> "Table":
-        numbers = [(tile.q0, tile.q1, tile.k0, tile.k1, tile.lo, tile.hi) for tile in tiles]
+        numbers = [
+            (tile.q0, tile.q1, tile.k0, tile.k1, tile.lo, tile.hi) for tile in tiles
+        ]
         return Table(
             np.array(numbers, np.int32).reshape(-1, 6),
             _lists([(tile.q0, tile.q1) for tile in tiles], num_rows),
@@ -42,4 +44,7 @@ def _lists(spans: list[tuple[int, int]], length: int) -> Lists:
         for grain in range(start // GRAIN, -(-stop // GRAIN)):
             lists[grain].append(number)
     first = accumulate(map(len, lists), initial=0)
-    return Lists(np.array([*first], np.int32), np.array([n for one in lists for n in one], np.int32))
+    return Lists(
+        np.array([*first], np.int32),
+        np.array([n for one in lists for n in one], np.int32),
+    )

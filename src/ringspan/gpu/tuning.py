@@ -6,7 +6,9 @@ import triton
 
 from ringspan.gpu.table import GRAIN
 
-_NARROW: Final = 256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
+_NARROW: Final = (
+    256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
+)
 
 
 class Blocks(NamedTuple):
@@ -17,8 +19,12 @@ class Blocks(NamedTuple):
 
     def configs(self, row_bytes: int) -> list[Any]:
         return [
-            triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
-            for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)
+            triton.Config(
+                {"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages
+            )
+            for rows, keys, warps, stages in (
+                self.narrow if row_bytes <= _NARROW else self.wide
+            )
         ]
 
 
@@ -30,10 +36,12 @@ FORWARD: Final = Blocks(
     ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)),
 )
 BACKWARD_QUERIES: Final = Blocks(
-    ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)), ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2))
+    ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+    ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2)),
 )
 BACKWARD_KEYS: Final = Blocks(
-    ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)), ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2))
+    ((64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+    ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
 )
 
 
@@ -42,7 +50,14 @@ def interpreted(program: object) -> object:
     return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(program)
 
 
-def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
+def options(
+    size: int,
+    value_size: int,
+    *,
+    is_float32: bool,
+    has_cap: bool,
+    has_slopes: bool = False,
+) -> dict[str, Any]:
     """Return a launch's options: padded head sizes and the precision of products."""
     # A power of two, at least 16, for a matrix product. Float32 takes three TF32 products, which are as accurate;
     # otherwise the sums would not fit into registers.

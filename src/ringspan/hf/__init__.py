@@ -29,13 +29,18 @@ if TYPE_CHECKING:
     )
 
 # Imported when they are first used: TRL may be missing.
-_TRL = frozenset(f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
+_TRL = frozenset(
+    f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+)
 
 
 def __getattr__(name: str) -> object:
     if name in _TRL or name == "RingORPOTrainer":
         require(f"ringspan.hf.{name}", "trl")
-        return getattr(import_module(f"ringspan.hf.trl.{'trainers' if name in _TRL else 'orpo'}"), name)
+        return getattr(
+            import_module(f"ringspan.hf.trl.{'trainers' if name in _TRL else 'orpo'}"),
+            name,
+        )
     raise AttributeError(f"module 'ringspan.hf' has no attribute {name!r}")
 
 

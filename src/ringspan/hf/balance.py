@@ -17,13 +17,17 @@ from ringspan.hf.seams import method_behind
 
 _log: Final = logging.getLogger(__name__)
 # Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
-_COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"})
+_COUNTED: Final = frozenset(
+    {"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"}
+)
 
 
 class EvenSampler(Sampler[int]):
     """Another sampler's examples, evened within steps of ``shape`` (micro-steps, replicas, examples per replica)."""
 
-    def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]
+    ) -> None:
         self._base, self._work, self._shape = base, work, shape
         self._has_said = False
 
@@ -39,7 +43,9 @@ class EvenSampler(Sampler[int]):
         for index in self._base:
             step.append(index)
             if len(step) == np.prod(self._shape):
-                work = np.array([self._work(index) for index in step], np.int64).reshape(self._shape)
+                work = np.array(
+                    [self._work(index) for index in step], np.int64
+                ).reshape(self._shape)
                 places = even_out(work)
                 self._say(work, places)
                 yield from (step[place] for place in places.ravel())
@@ -64,7 +70,9 @@ def balance_steps(trainer: Any, loader: Any) -> None:
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if sampler is None or not has_length(trainer.train_dataset):
-        raise UnsupportedError("balance='flops' needs a data set with a length, not a stream; leave it out")
+        raise UnsupportedError(
+            "balance='flops' needs a data set with a length, not a stream; leave it out"
+        )
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError(
             "balance='flops' moves examples between micro-steps, each of which has a router's loss of its own with "
@@ -75,7 +83,11 @@ def balance_steps(trainer: Any, loader: Any) -> None:
         raise UnsupportedError(
             f"balance='flops' moves examples between micro-steps, which changes {what}; leave one of the two out"
         )
-    shape = trainer.args.gradient_accumulation_steps, trainer.accelerator.num_processes, trainer._train_batch_size
+    shape = (
+        trainer.args.gradient_accumulation_steps,
+        trainer.accelerator.num_processes,
+        trainer._train_batch_size,
+    )
     loader.set_sampler(EvenSampler(sampler, work_of(trainer), shape))
 
 
@@ -87,7 +99,11 @@ def _uncounted(trainer: Any) -> str | None:
         return "a classifier's loss, a mean over each micro-batch"
     if callable(trainer.compute_loss_func):
         return "the loss of a compute_loss_func"
-    return None if owner in _COUNTED else f"the loss of {owner.rpartition('.')[2]}.compute_loss"
+    return (
+        None
+        if owner in _COUNTED
+        else f"the loss of {owner.rpartition('.')[2]}.compute_loss"
+    )
 
 
 def work_of(trainer: Any) -> Callable[[int], int]:
@@ -97,11 +113,20 @@ def work_of(trainer: Any) -> Callable[[int], int]:
     """
     config = trainer.model.config.get_text_config()
     data: Any = trainer.train_dataset
-    embeddings = sum(weight.numel() for weight in trainer.model.get_input_embeddings().parameters())
-    per_token = 2 * (trainer.model.num_parameters() - embeddings) // (4 * config.hidden_size * config.num_hidden_layers)
+    embeddings = sum(
+        weight.numel() for weight in trainer.model.get_input_embeddings().parameters()
+    )
+    per_token = (
+        2
+        * (trainer.model.num_parameters() - embeddings)
+        // (4 * config.hidden_size * config.num_hidden_layers)
+    )
 
     def work(index: int) -> int:
-        return sum(length * (length + 1) // 2 + length * per_token for length in lengths_of(data[index]))
+        return sum(
+            length * (length + 1) // 2 + length * per_token
+            for length in lengths_of(data[index])
+        )
 
     return work
 

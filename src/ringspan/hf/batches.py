@@ -21,7 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+)
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.config import RingConfig
@@ -36,12 +39,18 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name, mix_in, seen_as
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.causal_lm import Asked, PerToken, RingCausalLM, gathered_tokens
+from ringspan.torch.model.tasks.causal_lm import (
+    Asked,
+    PerToken,
+    RingCausalLM,
+    gathered_tokens,
+)
 from ringspan.torch.model.tasks.classifier import RingClassifier, ends_of, pools
 from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)
+# of TRL's fused output
 FIELDS: Final = (
     "log_probs",
     "entropy",
@@ -49,7 +58,7 @@ FIELDS: Final = (
     "mean_logits",
     "is_top1",
     "label_mask",
-)  # of TRL's fused output
+)
 
 
 class WholeBatches:
@@ -70,19 +79,34 @@ class WholeBatches:
         """
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         if args:
-            bound = inspect.signature(type(self).forward).bind(self, *args, **kwargs).arguments
-            kwargs = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+            bound = (
+                inspect.signature(type(self).forward)
+                .bind(self, *args, **kwargs)
+                .arguments
+            )
+            kwargs = {
+                name: value
+                for name, value in bound.items()
+                if name not in ("self", "kwargs")
+            }
             kwargs |= bound.get("kwargs", {})
         if self.ring_is_generating or isinstance(given_cache(kwargs), RingCache):
             return call(**kwargs)
         called = classified if _is(self, RingClassifier) else _called
-        with exchanging(), nullcontext() if self.ring_autocast is None else self.ring_autocast():
+        with (
+            exchanging(),
+            nullcontext() if self.ring_autocast is None else self.ring_autocast(),
+        ):
             if "batch_digest" in kwargs or "ring_asked" in kwargs:  # from shard_batch
                 output = call(**kwargs)
                 if getattr(output, "loss", None) is not None:
                     output.loss = _of_replica(self, output.loss, is_counted=False)
                 return output
-            return called(self, call, {name: value for name, value in kwargs.items() if value is not None})
+            return called(
+                self,
+                call,
+                {name: value for name, value in kwargs.items() if value is not None},
+            )
 
     is_gradient_checkpointing = is_activation_checkpointing = False
     """Transformers' own flags, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
@@ -93,17 +117,38 @@ class WholeBatches:
             raise UnsupportedError(
                 "gradient_checkpointing=True contradicts RingConfig(checkpoint='none'); drop one of the two"
             )
-        options = dict(zip(("gradient_checkpointing_kwargs", "every_n_layers", "offload"), args, strict=False)) | kwargs
+        options = (
+            dict(
+                zip(
+                    ("gradient_checkpointing_kwargs", "every_n_layers", "offload"),
+                    args,
+                    strict=False,
+                )
+            )
+            | kwargs
+        )
         if options.get("every_n_layers", 1) != 1:
-            raise UnsupportedError("on a ring, use RingConfig(layers_per_checkpoint=...) instead of every_n_layers")
+            raise UnsupportedError(
+                "on a ring, use RingConfig(layers_per_checkpoint=...) instead of every_n_layers"
+            )
         if options.get("offload"):
-            raise UnsupportedError("offload of activations is not supported on a ring; use RingConfig(offload=...)")
-        for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+            raise UnsupportedError(
+                "offload of activations is not supported on a ring; use RingConfig(offload=...)"
+            )
+        for name in (
+            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
+        ):
             others = set(options.get(name) or {}) - {"use_reentrant"}
             if others:
-                raise UnsupportedError(f"{name} has {min(others)}, which layers on a ring do not take; leave it out")
+                raise UnsupportedError(
+                    f"{name} has {min(others)}, which layers on a ring do not take; leave it out"
+                )
         if dist.get_rank() == 0:
-            _log.warning("layers are checkpointed by RingConfig(checkpoint=%r)", self.ring_checkpoint)
+            _log.warning(
+                "layers are checkpointed by RingConfig(checkpoint=%r)",
+                self.ring_checkpoint,
+            )
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
@@ -119,16 +164,25 @@ def takes_whole_batches(
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-        with torch.random.fork_rng(devices):  # what is drawn next is what one process would draw
+        # what is drawn next is what one process would draw
+        with torch.random.fork_rng(devices):
             put_on_mesh(model, mesh, config.step)  # pyright: ignore[reportArgumentType]
     if config.shared_prefix and _is(base, RingClassifier) and not pools(base):
-        raise UnsupportedError("shared_prefix=True: this model labels each token, and shared ones once; leave it out")
+        raise UnsupportedError(
+            "shared_prefix=True: this model labels each token, and shared ones once; leave it out"
+        )
     if not _is(base, WholeBatches):
-        about = {"ring_checkpoint": config.checkpoint, "ring_min_shared": config.min_shared}
+        about = {
+            "ring_checkpoint": config.checkpoint,
+            "ring_min_shared": config.min_shared,
+        }
         mix_in(base, WholeBatches, **about, forward=seen_as(plain, type(base).forward))
+        # the mean over replicas, as of data parallelism
         for module in base.modules():
-            if isinstance(module, FSDPModule):  # the mean over replicas, as of data parallelism
-                module.set_gradient_divide_factor(float(base.ring_mesh.get_group("replicate").size()))
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(
+                    float(base.ring_mesh.get_group("replicate").size())
+                )
     if fused is not None:
         base.ring_fused_forward = fused
     if autocast is not None:
@@ -158,7 +212,11 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         if least is not None:
             shared = SharedRows(model, whole, least)
         split: Any = {"layout": model.ring_layout, "folds": model.ring_folds}
-        local = shard_batch(whole, model.ring_mesh, **split) if shared is None else shared.local
+        local = (
+            shard_batch(whole, model.ring_mesh, **split)
+            if shared is None
+            else shared.local
+        )
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
         if is_fused or "shift_labels" not in local:
@@ -167,20 +225,33 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     def gathered(part: Tensor) -> Tensor:
         if shared is not None:
             return shared.of_targets(part) if is_fused else shared.of_tokens(part)
-        return gathered_tokens(model, part, whole["input_ids"].shape[1], local.get("document_lengths"))
+        return gathered_tokens(
+            model, part, whole["input_ids"].shape[1], local.get("document_lengths")
+        )
 
     if is_fused:
-        output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)
+        output = fused_output(
+            model, lambda **asked: call(**local, **asked, **kwargs), gathered, count
+        )
         if output.aux_loss is not None:
             output.aux_loss = _of_replica(model, output.aux_loss, is_counted=False)
-            coefficient = getattr(text_config(model.config), "router_aux_loss_coef", 0.0)  # as TRL's fused head has it
+            # as TRL's fused head has it
+            coefficient = getattr(
+                text_config(model.config), "router_aux_loss_coef", 0.0
+            )
             output.loss = output.loss + coefficient * output.aux_loss
         return output if "shift_labels" in whole else _without_last(output)
     targets = local.get("shift_labels")
     if targets is not None and not model.ring_wants_logits:
-        output = call(**local, **kwargs, **({} if count is None else {"num_items_in_batch": count}))
+        output = call(
+            **local,
+            **kwargs,
+            **({} if count is None else {"num_items_in_batch": count}),
+        )
         output.loss = _of_replica(model, output.loss, is_counted=count is not None)
-        if not model.training and not (_everywhere(model, (targets != IGNORED).sum()) if count is None else count):
+        if not model.training and not (
+            _everywhere(model, (targets != IGNORED).sum()) if count is None else count
+        ):
             output.loss = output.loss * torch.nan  # 0/0, as on one process
         return output
     local.pop("shift_labels", None)
@@ -188,8 +259,14 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     output: Any = call(**local, **kwargs)
     if targets is not None:
         loss = _loss_of(model, output, targets, count, of_tree)
-        kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
-        output = kind(loss=_of_replica(model, loss, is_counted=count is not None), **output)
+        kind: Any = (
+            MoeCausalLMOutputWithPast
+            if "aux_loss" in output
+            else CausalLMOutputWithPast
+        )
+        output = kind(
+            loss=_of_replica(model, loss, is_counted=count is not None), **output
+        )
     logits = output.logits.float() if model.ring_autocast is not None else output.logits
     output.logits = gathered(logits)
     return output
@@ -200,7 +277,9 @@ def _counted(number: Any) -> int | None:
         return None
     value = number.item() if isinstance(number, Tensor) else number
     if int(value) != value:
-        raise UnsupportedError(f"num_items_in_batch={value} is no whole number; give a number of targets")
+        raise UnsupportedError(
+            f"num_items_in_batch={value} is no whole number; give a number of targets"
+        )
     return int(value)
 
 
@@ -213,12 +292,20 @@ def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
     return loss.detach() * value + (loss - loss.detach()) * gradient
 
 
-def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None, of_tree: Tensor | None) -> Tensor:
+def _loss_of(
+    model: Any, output: Any, targets: Tensor, count: int | None, of_tree: Tensor | None
+) -> Tensor:
     """Compute the evaluation loss over all replicas from local logits (B, T, V); NaN without targets."""
-    logits = (output.logits if of_tree is None else output.logits[:, of_tree[:, 0]]).float()
-    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none").detach()
+    logits = (
+        output.logits if of_tree is None else output.logits[:, of_tree[:, 0]]
+    ).float()
+    losses = cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).detach()
     weights = times_counted(targets, of_tree)
-    sums = _everywhere(model, torch.stack(((losses * weights).double().sum(), weights.double().sum())))
+    sums = _everywhere(
+        model, torch.stack(((losses * weights).double().sum(), weights.double().sum()))
+    )
     loss = (sums[0] / (sums[1] if count is None else count)).to(losses.dtype)
     if getattr(output, "aux_loss", None) is not None:
         loss = loss + getattr(model, model.ring_router.coefficient) * output.aux_loss
@@ -243,22 +330,31 @@ def _without_last(output: Any) -> Any:
 def take_fused_forward(model: nn.Module) -> Callable[..., Any] | None:
     """Remove and return the forward set by ``add_fused_lm_head``, or None; on a ring it would call the old forward."""
     forward: Any = vars(model).get("forward")
-    if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+    if "fused_lm_head" not in getattr(
+        getattr(forward, "__code__", None), "co_varnames", ()
+    ):
         return None
     del model.forward
     return forward.__func__
 
 
 def fused_output(
-    model: RingModel, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None
+    model: RingModel,
+    call: Callable[..., Any],
+    gathered: Callable[[Tensor], Tensor],
+    count: int | None,
 ) -> object:
     """Return TRL's ``FusedCausalLMOutput``, (B, S) in the whole batch's order on every rank.
 
     ``call``: the ring's pass of the local batch; ``count``: targets to divide the loss by, None for the batch's.
     """
-    forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
+    forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(
+        model
+    ).get("ring_fused_forward")
     if forward is None:
-        raise UnsupportedError("fused_lm_head=True: this model has no fused head; call trl's add_fused_lm_head first")
+        raise UnsupportedError(
+            "fused_lm_head=True: this model has no fused head; call trl's add_fused_lm_head first"
+        )
     if model.ring_head_parts:
         raise UnsupportedError(
             f"fused_lm_head=True: {class_name(model)} has layers between its decoder and its head, which TRL's "
@@ -270,14 +366,30 @@ def fused_output(
     kind, names = found
     numbers = gathered(output.logits).unbind(-1)
     values: dict[str, Any] = dict(zip(names, numbers, strict=True))
-    values |= {name: values[name].detach() > 0.5 for name in ("is_top1", "label_mask") if name in values}
-    values |= {name: values[name].detach() for name in ("log_sum_sq_probs", "mean_logits") if name in values}
+    values |= {
+        name: values[name].detach() > 0.5
+        for name in ("is_top1", "label_mask")
+        if name in values
+    }
+    values |= {
+        name: values[name].detach()
+        for name in ("log_sum_sq_probs", "mean_logits")
+        if name in values
+    }
     total = values["label_mask"].sum().clamp(min=1) if count is None else count
-    return kind(loss=-values["log_probs"].sum() / total, aux_loss=getattr(output, "aux_loss", None), **values)
+    return kind(
+        loss=-values["log_probs"].sum() / total,
+        aux_loss=getattr(output, "aux_loss", None),
+        **values,
+    )
 
 
 def _per_token(
-    forward: Callable[..., Any], found: list[Any], model: PreTrainedModel, hidden: Tensor, targets: Tensor
+    forward: Callable[..., Any],
+    found: list[Any],
+    model: PreTrainedModel,
+    hidden: Tensor,
+    targets: Tensor,
 ) -> Tensor:
     """Run TRL's forward on local hidden states; concatenate its results as (B, T, fields)."""
     in_place = SimpleNamespace(
@@ -285,7 +397,12 @@ def _per_token(
         get_output_embeddings=model.get_output_embeddings,
     )
     # The load-balancing loss is the ring's, over the tokens of all ranks.
-    output = forward(in_place, fused_lm_head=True, shift_labels=targets.long(), output_router_logits=False)
+    output = forward(
+        in_place,
+        fused_lm_head=True,
+        shift_labels=targets.long(),
+        output_router_logits=False,
+    )
     names = [name for name in FIELDS if getattr(output, name) is not None]
     found[:] = type(output), names
     return torch.stack([getattr(output, name).float() for name in names], -1)
@@ -296,7 +413,9 @@ def classifies(model: nn.Module) -> bool:
     return isinstance(base_of(model), RingClassifier)
 
 
-def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
+def classified(
+    model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]
+) -> object:
     """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
 
     Classifiers take a mean; if Trainer has counted targets, it multiplies by the count, so the loss is 1/R of the mean.
@@ -306,7 +425,9 @@ def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any
     kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
     with preparing(model.ring_mesh, "a forward pass"):
         if labels is not None and not pools(model):
-            refuse_targets_of_padding(labels != IGNORED, real_tokens(whole), "labels", 0)
+            refuse_targets_of_padding(
+                labels != IGNORED, real_tokens(whole), "labels", 0
+            )
         least, shared = model.ring_min_shared, None
         if least is None:
             local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
@@ -315,17 +436,22 @@ def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any
             shared = SharedRows(model, whole | {"shift_labels": ends}, least)
             local, kwargs["ring_asked"] = shared.local, Asked.ENDS
     output = call(**local, **kwargs)
-    logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits
+    logits: Tensor = (
+        output.logits.float() if model.ring_autocast is not None else output.logits
+    )
     if shared is not None:
         logits = shared.of_targets(logits).sum(1)
     if not pools(model):
         length, lengths = whole["input_ids"].shape[1], local.get("document_lengths")
-        logits = gathered_tokens(model, logits, length, lengths).contiguous()  # losses look at it flat
+        # losses look at it flat
+        logits = gathered_tokens(model, logits, length, lengths).contiguous()
     output.logits = logits
     if labels is None:
         return output
     if pools(model):
-        loss = model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
+        loss = model.loss_function(
+            logits=logits, labels=labels, pooled_logits=logits, config=model.config
+        )
     else:
         loss = model.loss_function(logits, labels, model.config)
     if count is not None:

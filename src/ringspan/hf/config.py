@@ -43,10 +43,14 @@ class RingConfig(StepConfig):
 
     def __post_init__(self) -> None:
         if self.balance not in get_args(BalanceName):
-            raise ConfigError(f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}")
+            raise ConfigError(
+                f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}"
+            )
         check_whole("min_shared_tokens", self.min_shared_tokens)
         if isinstance(self.compute_dtype, torch.dtype):  # as ``parallelize`` takes it
-            object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
+            object.__setattr__(
+                self, "compute_dtype", str(self.compute_dtype).removeprefix("torch.")
+            )
 
     def make_mesh(self) -> DeviceMesh:
         if self.mesh is not None:
@@ -56,7 +60,11 @@ class RingConfig(StepConfig):
     @property
     def replicas(self) -> int:
         """Rings that take different examples."""
-        return self.replicate if self.mesh is None else ring_mesh(self.mesh)["replicate"].size()
+        return (
+            self.replicate
+            if self.mesh is None
+            else ring_mesh(self.mesh)["replicate"].size()
+        )
 
     @property
     def min_shared(self) -> int | None:
@@ -65,4 +73,6 @@ class RingConfig(StepConfig):
 
     @property
     def step(self) -> StepConfig:
-        return StepConfig(**{field.name: getattr(self, field.name) for field in fields(StepConfig)})
+        return StepConfig(
+            **{field.name: getattr(self, field.name) for field in fields(StepConfig)}
+        )

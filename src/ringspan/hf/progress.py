@@ -24,14 +24,28 @@ FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
 
 
-def save_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int) -> None:
+def save_optimizer(
+    folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int
+) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
     base: Any = base_of(model)
-    sizes = {name: base.ring_mesh.get_group(name).size() for name in base.ring_mesh.mesh_dim_names}
-    with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
+    sizes = {
+        name: base.ring_mesh.get_group(name).size()
+        for name in base.ring_mesh.mesh_dim_names
+    }
+    with closing(
+        Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)
+    ) as checkpoints:
         state = {"groups": _settings(optimizer), "model": model_facts(model)}
         tensors = _state(model, optimizer)
-        error = checkpoints.save(step, tensors, own_state(optimizer), state, mesh=sizes, layout=base.ring_layout)
+        error = checkpoints.save(
+            step,
+            tensors,
+            own_state(optimizer),
+            state,
+            mesh=sizes,
+            layout=base.ring_layout,
+        )
     if error is not None:
         raise error
 
@@ -39,30 +53,66 @@ def save_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, s
 def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> None:
     """Load ``save_optimizer``'s state of any mesh. Errors are raised on all ranks."""
     if not (folder / FOLDER).is_dir():
-        advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
+        advice = (
+            "; it was saved without a ring"
+            if (folder / "optimizer.pt").is_file()
+            else ""
+        )
         raise CheckpointError(
             f"{folder}: has no {FOLDER}{advice}; load the model from it and start a new run, or train with "
             "save_only_model=False"
         )
-    with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
+    with closing(
+        Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)
+    ) as checkpoints:
         found = checkpoints.find()
         if found.folder is None or found.manifest is None:
-            raise CheckpointError(found.skipped[0] if found.skipped else f"{folder / FOLDER}: is empty; use another")
+            raise CheckpointError(
+                found.skipped[0]
+                if found.skipped
+                else f"{folder / FOLDER}: is empty; use another"
+            )
         before = found.manifest.state
-        if change := first_change(before["model"], model_facts(model)) if "model" in before else None:
-            raise CheckpointError(f"{folder}: was trained with {change}; set it back, or start a new run")
-        load_state(checkpoints, found.folder, found.manifest, _state(model, optimizer), optimizer, {})
-        for group, settings in zip(optimizer.param_groups, before["groups"], strict=True):
-            group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        if (
+            change := first_change(before["model"], model_facts(model))
+            if "model" in before
+            else None
+        ):
+            raise CheckpointError(
+                f"{folder}: was trained with {change}; set it back, or start a new run"
+            )
+        load_state(
+            checkpoints,
+            found.folder,
+            found.manifest,
+            _state(model, optimizer),
+            optimizer,
+            {},
+        )
+        for group, settings in zip(
+            optimizer.param_groups, before["groups"], strict=True
+        ):
+            group |= {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in settings.items()
+            }
 
 
 def _state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Tensor | Part]:
-    return {name: value for name, value in run_state(model, optimizer).items() if name.startswith("optimizer/")}
+    return {
+        name: value
+        for name, value in run_state(model, optimizer).items()
+        if name.startswith("optimizer/")
+    }
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {name: x.item() if isinstance(x, Tensor) else x for name, x in group.items() if name != "params"}
+        {
+            name: x.item() if isinstance(x, Tensor) else x
+            for name, x in group.items()
+            if name != "params"
+        }
         for group in optimizer.param_groups
     ]
 
@@ -77,8 +127,12 @@ def load_adapter(folder: Path, model: PreTrainedModel) -> bool:
     for name in peft.peft_config:
         place = folder if name == "default" else folder / name
         if not (place / ADAPTER_WEIGHTS).is_file():
-            raise CheckpointError(f"{place / ADAPTER_WEIGHTS}: is missing; use a checkpoint of this adapter")
-        result: Any = set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
+            raise CheckpointError(
+                f"{place / ADAPTER_WEIGHTS}: is missing; use a checkpoint of this adapter"
+            )
+        result: Any = set_peft_model_state_dict(
+            model, load_peft_weights(str(place), device="cpu"), adapter_name=name
+        )
         if result.unexpected_keys:
             raise CheckpointError(
                 f"{place}: has {result.unexpected_keys[0]}, which {name!r} lacks; use one of that adapter"

@@ -18,7 +18,9 @@ from ringspan.core.step_config import StepConfig
 from ringspan.hf.config import RingConfig
 from ringspan.torch.layers.view import RingModel
 
-_TABLE: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLE: Final[dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _OPTIMIZERS: Final = frozenset[str](_TABLE["optimizers"].split())
 
 
@@ -28,9 +30,14 @@ def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 
 
-def _unsupported(args: TrainingArguments, ring: RingConfig) -> Iterator[tuple[str, str]]:
+def _unsupported(
+    args: TrainingArguments, ring: RingConfig
+) -> Iterator[tuple[str, str]]:
     if getattr(args, "parallelism_config", None) is not None:
-        yield "parallelism_config, a second parallelism besides the ring,", "leave it out"
+        yield (
+            "parallelism_config, a second parallelism besides the ring,",
+            "leave it out",
+        )
     for name, remedy in _TABLE["arguments"].items():
         value = getattr(args, name, None)
         if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
@@ -41,18 +48,35 @@ def _unsupported(args: TrainingArguments, ring: RingConfig) -> Iterator[tuple[st
         remedy = "the loss would be the mean of the replicas' means, not that of one process; leave it True"
         yield "average_tokens_across_devices=False with several replicas", remedy
     if loaders.dispatch_batches:
-        yield "dispatch_batches=True", "leave it out: each rank reads its replica's batches"
+        yield (
+            "dispatch_batches=True",
+            "leave it out: each rank reads its replica's batches",
+        )
     if not loaders.even_batches and several:
-        yield "even_batches=False with several replicas", "one would wait for batches that others lack; leave it True"
-    if args.dataloader_num_workers > 1 and not getattr(args, "dataloader_in_order", True):
-        yield "dataloader_in_order=False", "each rank would get its workers' batches in another order; leave it True"
+        yield (
+            "even_batches=False with several replicas",
+            "one would wait for batches that others lack; leave it True",
+        )
+    if args.dataloader_num_workers > 1 and not getattr(
+        args, "dataloader_in_order", True
+    ):
+        yield (
+            "dataloader_in_order=False",
+            "each rank would get its workers' batches in another order; leave it True",
+        )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
+        yield (
+            "train_sampling_strategy='batch_rebalance'",
+            "use 'group_by_length' or 'random'",
+        )
     if (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("selective"):
         remedy = "RingConfig(checkpoint='attention') keeps attention's results"
         yield "gradient_checkpointing_kwargs={'selective': True}", remedy
     if ring.balance != "none" and loaders.split_batches:
-        yield f"balance={ring.balance!r} with split_batches=True", "leave one of the two out"
+        yield (
+            f"balance={ring.balance!r} with split_batches=True",
+            "leave one of the two out",
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in _OPTIMIZERS:
         remedy = (
@@ -70,7 +94,12 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             f"accelerate counts {state.num_processes} of {dist.get_world_size()} processes; without an accelerator "
             "set TrainingArguments(use_cpu=True), or Accelerator(cpu=True), so that it sees the others"
         )
-    for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config"):
+    for name in (
+        "fsdp_plugin",
+        "deepspeed_plugin",
+        "megatron_lm_plugin",
+        "parallelism_config",
+    ):
         if getattr(state, name, None) is not None:
             raise UnsupportedError(
                 f"accelerate was launched with {name}, a second parallelism besides the ring; launch without"
@@ -109,16 +138,26 @@ def explained(method: FunctionType) -> Iterator[None]:
     try:
         yield
     except (AttributeError, RuntimeError, TypeError) as error:
-        remedy = next((remedy for text, remedy in _EXPLAINED.items() if text in str(error)), None)
-        if remedy is None or method.__module__.partition(".")[0] in ("ringspan", "transformers", "trl"):
+        remedy = next(
+            (remedy for text, remedy in _EXPLAINED.items() if text in str(error)), None
+        )
+        if remedy is None or method.__module__.partition(".")[0] in (
+            "ringspan",
+            "transformers",
+            "trl",
+        ):
             raise
-        raise UnsupportedError(f"{method.__qualname__}: {error}; {remedy} (docs/trainers.md)") from error
+        raise UnsupportedError(
+            f"{method.__qualname__}: {error}; {remedy} (docs/trainers.md)"
+        ) from error
 
 
 def refuse_callback(callback: object) -> None:
     """Raise UnsupportedError for a callback, or its class, that would behave differently on a ring."""
     kind = callback if isinstance(callback, type) else type(callback)
-    for name in (base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")):
+    for name in (
+        base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")
+    ):
         if remedy := _TABLE["callbacks"].get(name):
             raise UnsupportedError(f"{name} is not supported on a ring; {remedy}")
 
@@ -128,7 +167,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) 
     if optimizer is None:
         return
     ours = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
+    if any(
+        id(parameter) not in ours
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
         raise ConfigError(
             "optimizers=(...) holds weights from before the model went onto the ring; give "
             "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or parallelize the model first"

@@ -41,13 +41,25 @@ class RingAccelerator(Accelerator):
         return self.ring_mesh.get_local_rank("replicate")
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
         """Return the model on the ring, never wrapped; for evaluation another kind (a reward model) as it is."""
         head = getattr(model, "get_output_embeddings", None)
-        if evaluation_mode and (head is None or head() is None) and not is_classifier(model):
+        if (
+            evaluation_mode
+            and (head is None or head() is None)
+            and not is_classifier(model)
+        ):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        takes_whole_batches(model, self.ring_mesh, self.ring_config, self.autocast if self.native_amp else None)
+        takes_whole_batches(
+            model,
+            self.ring_mesh,
+            self.ring_config,
+            self.autocast if self.native_amp else None,
+        )
         note_prepared(self, model)
         return model
 
@@ -68,7 +80,9 @@ class RingAccelerator(Accelerator):
         dist.all_gather(parts, tensor, group=self.ring_mesh.get_group("replicate"))
         return torch.cat(parts)
 
-    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> object:
+    def reduce(
+        self, tensor: object, reduction: str = "sum", scale: float = 1.0
+    ) -> object:
         assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
 
         def one(tensor: Tensor) -> Tensor:
@@ -76,18 +90,26 @@ class RingAccelerator(Accelerator):
             if reduction == "none":
                 return total
             dist.all_reduce(total, group=self.ring_mesh.get_group("replicate"))
-            return total * scale if reduction == "sum" else total * (scale / self.num_processes)
+            return (
+                total * scale
+                if reduction == "sum"
+                else total * (scale / self.num_processes)
+            )
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
-    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> object:
+    def pad_across_processes(
+        self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> object:
         """Pad along a dimension to the longest of all replicas."""
 
         def one(tensor: Tensor) -> Tensor:
             if dim >= tensor.ndim or self.num_processes == 1:
                 return tensor
             size = torch.tensor(tensor.shape[dim], device=tensor.device)
-            dist.all_reduce(size, dist.ReduceOp.MAX, group=self.ring_mesh.get_group("replicate"))
+            dist.all_reduce(
+                size, dist.ReduceOp.MAX, group=self.ring_mesh.get_group("replicate")
+            )
             shape = list(tensor.shape)
             shape[dim] = int(size) - tensor.shape[dim]
             padding = tensor.new_full(shape, pad_index)
@@ -97,45 +119,68 @@ class RingAccelerator(Accelerator):
 
     @contextmanager
     def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | Tensor, apply_padding: bool = False
+        self,
+        inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | Tensor,
+        apply_padding: bool = False,
     ) -> Iterator[Any]:
         """Yield this replica's part of the inputs."""
         replica: Any = SimpleNamespace(
-            num_processes=self.num_processes, process_index=self.process_index, device=self.device
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            device=self.device,
         )
-        with PartialState.split_between_processes(replica, inputs, apply_padding) as part:
+        with PartialState.split_between_processes(
+            replica, inputs, apply_padding
+        ) as part:
             yield part
 
     def check_trigger(self) -> bool:
         """Return True if any rank of any ring has called ``set_trigger`` since the last True."""
-        is_set = any(gather_over(self.ring_mesh, self.flag_tensor is not None and bool(self.flag_tensor)))
+        is_set = any(
+            gather_over(
+                self.ring_mesh, self.flag_tensor is not None and bool(self.flag_tensor)
+            )
+        )
         if is_set:
             self.flag_tensor = None
         return is_set
 
-    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: int = 2) -> object:
+    def clip_grad_norm_(
+        self, parameters: object, max_norm: float, norm_type: int = 2
+    ) -> object:
         """Clip by the whole norm; return it as a plain tensor on every rank."""
         norm: Any = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return whole(norm)
 
 
-def without_repeats(accelerator: RingAccelerator, inputs: dict[str, Any]) -> dict[str, Any]:
+def without_repeats(
+    accelerator: RingAccelerator, inputs: dict[str, Any]
+) -> dict[str, Any]:
     """Mask the targets of examples repeated to even out the last batch; streams and packed rows still repeat."""
-    state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
-    if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):
+    state, labels = (
+        accelerator.gradient_state,
+        inputs.get("labels") if isinstance(inputs, Mapping) else None,
+    )
+    if not (
+        state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)
+    ):
         return inputs
+    # packed: not a row an example
     rows, loader = len(labels), cast("Any", state.active_dataloader)
-    if rows * accelerator.num_processes != loader.total_batch_size:  # packed: not a row an example
+    if rows * accelerator.num_processes != loader.total_batch_size:
         return inputs
     places = torch.arange(rows, device=labels.device) + accelerator.process_index * rows
     is_repeated = (places >= state.remainder).view(-1, *[1] * (labels.ndim - 1))
     return {**inputs, "labels": labels.masked_fill(is_repeated, IGNORED)}
 
 
-def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: RingConfig) -> RingAccelerator:
+def count_rings(
+    accelerator: Accelerator, mesh: DeviceMesh, config: RingConfig
+) -> RingAccelerator:
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
+    # which one process would read for all, batch by batch
     ours.ring_mesh, ours.ring_config = mesh, config
-    if ours.dataloader_config.dispatch_batches is None:  # which one process would read for all, batch by batch
+    if ours.dataloader_config.dispatch_batches is None:
         ours.dataloader_config.dispatch_batches = False
     return ours

@@ -38,8 +38,14 @@ def count_generations(args: Any, replicas: int) -> None:
             f"per_device_train_batch_size {args.per_device_train_batch_size} x replicas {replicas} x "
             f"steps_per_generation {steps}; a ring is one process: change one of these"
         )
-    groups, batch = args.num_generations_eval or args.num_generations, args.per_device_eval_batch_size * replicas
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and batch % groups:
+    groups, batch = (
+        args.num_generations_eval or args.num_generations,
+        args.per_device_eval_batch_size * replicas,
+    )
+    if (
+        str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+        and batch % groups
+    ):
         raise ConfigError(
             f"{groups} generations for each prompt of evaluation do not divide {batch}, per_device_eval_batch_size "
             f"{args.per_device_eval_batch_size} x replicas {replicas}; a ring is one process: change one of these"
@@ -65,17 +71,26 @@ def share_rollouts(trainer: Any) -> None:
             trainer.reward_funcs[place] = first_of_ring(function, mesh, _rewards)
 
 
-def _rewards(result: Iterable[float | None], num_completions: int) -> list[float | None]:
+def _rewards(
+    result: Iterable[float | None], num_completions: int
+) -> list[float | None]:
     """Raise ValueError or TypeError for rewards but numbers or None, on all ranks; TRL lets others wait."""
     rewards = list(result)
-    torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
+    torch.tensor(
+        [math.nan if reward is None else reward for reward in rewards],
+        dtype=torch.float32,
+    )
     if len(rewards) != num_completions:
-        raise ValueError(f"{len(rewards)} rewards for {num_completions} completions; it must return one for each")
+        raise ValueError(
+            f"{len(rewards)} rewards for {num_completions} completions; it must return one for each"
+        )
     return rewards
 
 
 def first_of_ring(
-    function: Callable[..., Any], mesh: DeviceMesh, checked: Callable[[Any, int], Any] | None = None
+    function: Callable[..., Any],
+    mesh: DeviceMesh,
+    checked: Callable[[Any, int], Any] | None = None,
 ) -> Callable[..., Any]:
     """Wrap a function so that a ring's ranks get its first rank's result, through ``checked(result, prompts)``."""
 
@@ -94,7 +109,9 @@ def first_of_ring(
     return shared
 
 
-def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Callable[..., Any]:
+def failing_later(
+    function: Callable[..., Any], failures: list[Failure]
+) -> Callable[..., Any]:
     """Wrap an async reward function to note errors and return zeros: awaited in any order, it cannot tell others."""
 
     @functools.wraps(function)
@@ -110,8 +127,14 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
 
 def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
     """Raise noted failures on every rank of all rings, and clear ``failures``."""
-    named = [(getattr(function, "__name__", type(function).__name__), error) for function, error in failures]
-    reasons = [f"{name} raised on another rank: {type(error).__name__}: {error}" for name, error in named]
+    named = [
+        (getattr(function, "__name__", type(function).__name__), error)
+        for function, error in failures
+    ]
+    reasons = [
+        f"{name} raised on another rank: {type(error).__name__}: {error}"
+        for name, error in named
+    ]
     first = next((error for _, error in failures), None)
     failures.clear()
     reason = next(chain.from_iterable(gather_over(mesh, reasons)), None)
@@ -146,11 +169,21 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
         return accelerator.gather(of_first(tensor, mesh))
 
     def objects(things: list[Any]) -> list[Any]:
-        return [thing for part in gather(of_first(things, mesh), group) for thing in part]
+        return [
+            thing for part in gather(of_first(things, mesh), group) for thing in part
+        ]
 
     ours = {"gather": tensors, "gather_object": objects}
-    spaces = [vars(sys.modules[name]) for name in {kind.__module__ for kind in type(trainer).__mro__}]
-    found = [(space, name) for space in spaces for name in ours if space.get(name) is getattr(utils, name)]
+    spaces = [
+        vars(sys.modules[name])
+        for name in {kind.__module__ for kind in type(trainer).__mro__}
+    ]
+    found = [
+        (space, name)
+        for space in spaces
+        for name in ours
+        if space.get(name) is getattr(utils, name)
+    ]
     for space, name in found:
         space[name] = ours[name]
     trainer.ring_failures.clear()  # of a rollout that something else has ended

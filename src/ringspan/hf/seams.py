@@ -29,16 +29,26 @@ if TYPE_CHECKING:
         def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]: ...
         def predict(self, *args: object, **kwargs: object) -> PredictionOutput: ...
         def training_step(self, *args: object, **kwargs: object) -> Tensor: ...
-        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Any: ...
+        def compute_loss(
+            self,
+            model: nn.Module,
+            inputs: dict[str, Any],
+            *args: object,
+            **kwargs: object,
+        ) -> Any: ...
 else:
     _Trainer = object  # the mix-in stands before whichever trainer
 
-_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLE: Final = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 OVERRIDDEN: Final[dict[str, dict[str, list[str]]]] = _TABLE["overridden"]
 GATHERS: Final[dict[str, list[str]]] = _TABLE["gathers"]
 SOURCE: Final[dict[str, list[str]]] = _TABLE["source"]
-_source: Final = cache(inspect.getsource)  # of a trainer's class a sixth of a second, for each trainer
-_GONE: Final = type(None)  # in the place of what a release no longer has, or not yet; without methods of its own
+# of a trainer's class a sixth of a second, for each trainer
+_source: Final = cache(inspect.getsource)
+# in the place of what a release no longer has, or not yet; without methods of its own
+_GONE: Final = type(None)
 
 
 class TrainerSeams(_Trainer):
@@ -55,7 +65,9 @@ class TrainerSeams(_Trainer):
 class OwnParts(Trainer):
     """Mix-in right before transformers' Trainer for its private methods: subclasses' own run first."""
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: object = None) -> None:
+    def _save(
+        self: Any, output_dir: str | None = None, state_dict: object = None
+    ) -> None:
         self.save_beside_model(output_dir)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
@@ -65,7 +77,9 @@ class OwnParts(Trainer):
         if checkpoint is not None:
             self.load_progress(checkpoint)
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if not load_adapter(Path(resume_from_checkpoint), self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -91,7 +105,11 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def method_behind(trainer: object, name: str) -> FunctionType:
     """Return a trainer's method past the one that the ring puts before it."""
-    owners = (kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__name__ != "RingTrainerMixin")
+    owners = (
+        kind
+        for kind in type(trainer).__mro__
+        if name in vars(kind) and kind.__name__ != "RingTrainerMixin"
+    )
     return vars(next(owners))[name]
 
 
@@ -104,30 +122,50 @@ def moved() -> list[str]:
             continue
         for name, parameters in methods.items():
             method = getattr(owner, name, None)
-            if method is None or list(inspect.signature(method).parameters)[1:] != parameters:
+            if (
+                method is None
+                or list(inspect.signature(method).parameters)[1:] != parameters
+            ):
                 found.append(f"{place}.{name}")
     for module, names in GATHERS.items():
         space = vars(sys.modules.get(module, sys))
-        found += [f"{module}.{name}" for name in names if module in sys.modules and name not in space]
+        found += [
+            f"{module}.{name}"
+            for name in names
+            if module in sys.modules and name not in space
+        ]
     for place, texts in SOURCE.items():
         owner = _find(place)
         if owner is _GONE:
             found.append(place)
         elif owner is not None:
-            found += [f"{place}: {text}" for text in texts if text not in _source(owner)]
+            found += [
+                f"{place}: {text}" for text in texts if text not in _source(owner)
+            ]
     return found
 
 
 def check_seams() -> None:
     """Raise UnsupportedError for releases whose trainers would not call us, with seam and releases."""
     if found := moved():
-        used = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
-        releases = ", ".join(f"{name} {import_module(name).__version__}" for name in used)
-        raise UnsupportedError(f"{found[0]} is not as ringspan knows it in {releases}; install releases it supports")
+        used = [
+            name
+            for name in ("transformers", "accelerate", "trl")
+            if name in sys.modules
+        ]
+        releases = ", ".join(
+            f"{name} {import_module(name).__version__}" for name in used
+        )
+        raise UnsupportedError(
+            f"{found[0]} is not as ringspan knows it in {releases}; install releases it supports"
+        )
 
 
 def _find(place: str) -> Any:
     module, _, name = place.partition(":")
     top = module.partition(".")[0]
-    needed = module if module.endswith("_trainer") else top  # TRL imports its trainers when they are used
-    return getattr(import_module(module), name, _GONE) if needed in sys.modules else None
+    # TRL imports its trainers when they are used
+    needed = module if module.endswith("_trainer") else top
+    return (
+        getattr(import_module(module), name, _GONE) if needed in sys.modules else None
+    )

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PredictionOutput, TrainOutput, seed_worker
 
@@ -21,10 +27,22 @@ from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import classifies, takes_whole_batches, whole_logits
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_optimizer, save_optimizer
-from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
+from ringspan.hf.refusals import (
+    explained,
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_callback,
+    refuse_optimizer,
+)
 from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, share_rollouts
-from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
+from ringspan.hf.seams import (
+    OwnParts,
+    TrainerSeams,
+    check_seams,
+    method_behind,
+    plain_optimizer,
+)
 from ringspan.torch.consistency.calls import Call, check_call, hear_all, preparing
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.data.batch import targets_of
@@ -37,7 +55,16 @@ _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
 # After these a trainer looks at what callbacks have asked for, or returns. Of the others it is agreed on then.
 _EVENTS: Final = frozenset(
-    f"on_{event}" for event in ("substep_end", "step_end", "epoch_end", "evaluate", "predict", "save", "train_end")
+    f"on_{event}"
+    for event in (
+        "substep_end",
+        "step_end",
+        "epoch_end",
+        "evaluate",
+        "predict",
+        "save",
+        "train_end",
+    )
 )
 
 
@@ -47,13 +74,23 @@ class AgreedCallbacks(CallbackHandler):
     ring_mesh: DeviceMesh
 
     def call_event(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        event: str,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> TrainerControl:
         control = super().call_event(event, args, state, control, **kwargs)
         return self._agreed(event, control) if event in _EVENTS else control
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: object, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: object,
+        **kwargs: object,
     ) -> TrainerControl:
         """Call Trainer's event, and agree unless a user calls ``trainer.log``, usually on one rank."""
         is_trainers = control.should_log
@@ -61,9 +98,15 @@ class AgreedCallbacks(CallbackHandler):
         return self._agreed("on_log", control) if is_trainers else control
 
     def _agreed(self, event: str, control: TrainerControl) -> TrainerControl:
-        asked = [field.name for field in fields(control) if getattr(control, field.name)]
+        asked = [
+            field.name for field in fields(control) if getattr(control, field.name)
+        ]
         with in_call(event):
-            for name in {name for each in hear_all(self.ring_mesh, Call(event, said=asked)) for name in each}:
+            for name in {
+                name
+                for each in hear_all(self.ring_mesh, Call(event, said=asked))
+                for name in each
+            }:
                 setattr(control, name, True)
         return control
 
@@ -90,7 +133,11 @@ class RingTrainerMixin(TrainerSeams):
         """Insert our versions of Trainer's parts right before Trainer, after all classes that override them."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
-            last = max(place for place, base in enumerate(cls.__bases__) if issubclass(base, Trainer))
+            last = max(
+                place
+                for place, base in enumerate(cls.__bases__)
+                if issubclass(base, Trainer)
+            )
             bases = (*cls.__bases__[: last + 1], OwnParts, *cls.__bases__[last + 1 :])
             cls.__bases__ = tuple(base for base in bases if base is not Trainer)
 
@@ -102,7 +149,9 @@ class RingTrainerMixin(TrainerSeams):
     optimizer: torch.optim.Optimizer
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler
 
-    def __init__(self, *args: object, ring: RingConfig | None = None, **kwargs: object) -> None:
+    def __init__(
+        self, *args: object, ring: RingConfig | None = None, **kwargs: object
+    ) -> None:
         self.ring = RingConfig() if ring is None else ring
         check_seams()
         super().__init__(*args, **kwargs)
@@ -137,8 +186,9 @@ class RingTrainerMixin(TrainerSeams):
         refuse_arguments(self.args, self.ring)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
+        # which a group that is there, or on CPUs, lacks
         self.ring_mesh = self.ring.make_mesh()
-        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:  # which a group that is there, or on CPUs, lacks
+        if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
             wait_for(self.ring_mesh, self.args.ddp_timeout)
         self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring)
         count_generations(self.args, self.accelerator.num_processes)
@@ -159,7 +209,9 @@ class RingTrainerMixin(TrainerSeams):
         loader = super().get_train_dataloader()
         if getattr(loader, "worker_init_fn", None) is not None:
             workers = self.args.dataloader_num_workers
-            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=self.accelerator.process_index)
+            loader.worker_init_fn = partial(
+                seed_worker, num_workers=workers, rank=self.accelerator.process_index
+            )
         if self.ring.balance == "flops":
             balance_steps(self, loader)
         return loader
@@ -170,13 +222,20 @@ class RingTrainerMixin(TrainerSeams):
         """Return a step's batches, of equal number on all ranks before replicas count the targets together."""
         if self.accelerator.num_processes > 1:
             batches = list(islice(epoch_iterator, num_batches))
-            check_call(self.ring_mesh, Call("reading a step's batches", {"number of batches": len(batches)}))
+            check_call(
+                self.ring_mesh,
+                Call("reading a step's batches", {"number of batches": len(batches)}),
+            )
             epoch_iterator = iter(batches)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the examples per step: per replica, times accumulation, times replicas."""
-        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return (
+            self._train_batch_size
+            * args.gradient_accumulation_steps
+            * self.accelerator.num_processes
+        )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         ranks = self.ring_mesh.size() // self.accelerator.num_processes
@@ -188,27 +247,42 @@ class RingTrainerMixin(TrainerSeams):
             loss = super().training_step(*args, **kwargs)
         return whole(loss)
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object
+    ) -> Any:
         """Compute the loss; a user's own function gets no label that padding would predict."""
         labels, ids = inputs.get("labels"), inputs.get("input_ids")
         asks = self.compute_loss_func is not None and not classifies(self.model)
-        if asks and isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
+        if (
+            asks
+            and isinstance(labels, Tensor)
+            and isinstance(ids, Tensor)
+            and labels.shape == ids.shape
+        ):
             with preparing(self.ring_mesh, "a forward pass"):
                 targets_of({"input_ids": ids, "labels": labels}, real_tokens(inputs))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Run Trainer's step; return logits (B, S, V) in sequence order if wanted."""
         if not classifies(self.model):  # whose loss is its replica's own
             inputs = without_repeats(self.accelerator, inputs)
         with whole_logits(self.model, wanted=not prediction_loss_only):
-            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            found = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys
+            )
         loss, logits, labels = found
         return None if loss is None else whole(loss), logits, labels
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
         """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, rank 0 writes."""
         folder = str(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
@@ -227,10 +301,18 @@ class RingTrainerMixin(TrainerSeams):
 
     def save_progress(self, output_dir: str) -> None:
         """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
-        check_call(self.ring_mesh, Call("saving the optimizer"))  # unless what is saved before it has raised
-        save_optimizer(Path(output_dir), self.model, plain_optimizer(self.optimizer), self.state.global_step)
+        # unless what is saved before it has raised
+        check_call(self.ring_mesh, Call("saving the optimizer"))
+        save_optimizer(
+            Path(output_dir),
+            self.model,
+            plain_optimizer(self.optimizer),
+            self.state.global_step,
+        )
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            torch.save(
+                self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER)
+            )
 
     def load_progress(self, checkpoint: str) -> None:
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
@@ -244,14 +326,18 @@ def agree_on(trainer: "RingTrainerMixin") -> None:
     mesh = trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
     own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]
-    if not method_behind(trainer, "compute_loss").__module__.startswith(("transformers.", "trl.", "ringspan.")):
+    if not method_behind(trainer, "compute_loss").__module__.startswith(
+        ("transformers.", "trl.", "ringspan.")
+    ):
         own.append("compute_loss")
     for name in own:
         if callable(function := getattr(trainer, name, None)):
             setattr(trainer, name, _together(function, name, mesh))
 
 
-def _together(function: Callable[..., Any], name: str, mesh: DeviceMesh) -> Callable[..., Any]:
+def _together(
+    function: Callable[..., Any], name: str, mesh: DeviceMesh
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def agreed(*args: object, **kwargs: object) -> object:
         result = function(*args, **kwargs)

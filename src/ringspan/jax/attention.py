@@ -82,7 +82,9 @@ def ring_attention(
     _check_options(scale, softcap, query_chunk, key_chunk)
     _check_kernel(kernel, q, v)
     ranks = _axis_size(axis_name)
-    layout, key_layout = find_layouts(layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard")
+    layout, key_layout = find_layouts(
+        layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="ringspan.jax.shard"
+    )
     if isinstance(layout, CustomLayout):
         raise UnsupportedError(
             "a layout of any runs of positions is not supported in JAX, where one program serves all ranks; use "
@@ -111,7 +113,8 @@ def ring_attention(
     out: Array = _attention(  # pyright: ignore[reportAssignmentType]
         geometry, q, k, v, None if sinks is None else varying_like(sinks, *everywhere)
     )
-    return _without_padding(out, layout, rank)  # backward: what is asked of padding is not asked of anything
+    # backward: what is asked of padding is not asked of anything
+    return _without_padding(out, layout, rank)
 
 
 def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
@@ -154,17 +157,24 @@ def _check_split(axis_name: str, ranks: int, rank: Array, **arrays: Array) -> No
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+def _attention(
+    geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None
+) -> Array:
     return ring.forward(geometry, q, k, v, sinks)[0]
 
 
-def _attention_forward(geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None):
+def _attention_forward(
+    geometry: ring.Ring, q: Array, k: Array, v: Array, sinks: Array | None
+):
     out, lse = ring.forward(geometry, q, k, v, sinks)
     out, lse = checkpoint_name(out, SAVED_NAME), checkpoint_name(lse, SAVED_NAME)
     return out, (q, k, v, sinks, out, lse)
 
 
-_attention.defvjp(_attention_forward, lambda geometry, saved, dout: ring.backward(geometry, dout, *saved))
+_attention.defvjp(
+    _attention_forward,
+    lambda geometry, saved, dout: ring.backward(geometry, dout, *saved),
+)
 
 
 def sharded_ring_attention(
@@ -196,7 +206,9 @@ def sharded_ring_attention(
     """
     check_mesh(mesh)
     if axis_name not in mesh.shape:
-        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}; use one")
+        raise LayoutError(
+            f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}; use one"
+        )
     batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     split = P(batch or None, heads, axis_name)
@@ -204,32 +216,46 @@ def sharded_ring_attention(
         for dim, axes in enumerate((batch, (heads,) if heads else (), (axis_name,))):
             parts = prod(mesh.shape[axis] for axis in axes)
             if x.ndim > dim and x.shape[dim] % parts:
+                # where shardings are types, splitting is the caller's or an explicit act
                 raise LayoutError(
                     f"{name}: dimension {dim} has {x.shape[dim]} entries, which the {parts} devices of mesh axis "
                     f"{' x '.join(axes)} do not divide; pad it, or use another mesh"
                 )
-    if AxisType.Explicit in mesh.axis_types:  # where shardings are types, splitting is the caller's or an explicit act
+    if AxisType.Explicit in mesh.axis_types:
         q, k, v = (jax.reshard(x, NamedSharding(mesh, split)) for x in (q, k, v))
-        sinks = None if sinks is None else jax.reshard(sinks, NamedSharding(mesh, P(heads)))
+        sinks = (
+            None if sinks is None else jax.reshard(sinks, NamedSharding(mesh, P(heads)))
+        )
     local = partial(ring_attention, axis_name=axis_name, **options)
     # What interprets a kernel does not know of axes.
     is_checked = options.get("kernel") != "pallas" or not is_interpreted()
     on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=is_checked)
-    with_sinks = on_mesh(lambda q, k, v, sinks: local(q, k, v, sinks=sinks), in_specs=(split, split, split, P(heads)))
+    with_sinks = on_mesh(
+        lambda q, k, v, sinks: local(q, k, v, sinks=sinks),
+        in_specs=(split, split, split, P(heads)),
+    )
     return with_sinks(q, k, v, sinks)
 
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
     for name, array in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        if array is not None and not (
+            hasattr(array, "shape") and hasattr(array, "dtype")
+        ):
             raise UnsupportedError(f"{name} must be an array, got {described(array)}")
     check_shapes(q.shape, k.shape, v.shape)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
-            raise UnsupportedError(f"{name} is {array.dtype}, q is {q.dtype}; make them equal")
+            raise UnsupportedError(
+                f"{name} is {array.dtype}, q is {q.dtype}; make them equal"
+            )
     if q.dtype.name not in _DTYPES:
-        raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
-    if sinks is not None and (sinks.shape != (q.shape[1],) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise UnsupportedError(
+            f"dtype {q.dtype} is not supported; use float32 or bfloat16"
+        )
+    if sinks is not None and (
+        sinks.shape != (q.shape[1],) or not jnp.issubdtype(sinks.dtype, jnp.floating)
+    ):
         raise UnsupportedError(
             f"sinks must be a floating-point score for each of the {q.shape[1]} query heads, "
             f"got {sinks.dtype} of shape {sinks.shape}"
@@ -245,9 +271,13 @@ def _check_kernel(kernel: str, q: Array, v: Array) -> None:
             raise UnsupportedError(f"kernel='triton': {reason}; use kernel='xla'")
         return
     if jax.default_backend() not in ("tpu", "cpu"):
-        raise UnsupportedError(f"kernel='pallas' is for TPUs, not for {jax.default_backend()}; use kernel='xla'")
+        raise UnsupportedError(
+            f"kernel='pallas' is for TPUs, not for {jax.default_backend()}; use kernel='xla'"
+        )
     if q.dtype.name not in ("float32", "bfloat16"):
-        raise UnsupportedError(f"kernel='pallas' computes float32 and bfloat16, not {q.dtype}; use kernel='xla'")
+        raise UnsupportedError(
+            f"kernel='pallas' computes float32 and bfloat16, not {q.dtype}; use kernel='xla'"
+        )
     if is_interpreted() and varying_axes(q):
         raise UnsupportedError(
             "kernel='pallas' on CPU is interpreted, which knows nothing of axes along which arrays differ; use "
@@ -255,10 +285,14 @@ def _check_kernel(kernel: str, q: Array, v: Array) -> None:
         )
 
 
-def _check_options(scale: float | None, softcap: float | None, query_chunk: int, key_chunk: int) -> None:
+def _check_options(
+    scale: float | None, softcap: float | None, query_chunk: int, key_chunk: int
+) -> None:
     for name, value in (("scale", scale), ("softcap", softcap)):
         if isinstance(value, (Array, jax.core.Tracer)):
-            raise UnsupportedError(f"{name} is an array; it must be a plain number, known when the program is traced")
+            raise UnsupportedError(
+                f"{name} is an array; it must be a plain number, known when the program is traced"
+            )
     check_scores(scale, softcap)
     for name, value in (("query_chunk", query_chunk), ("key_chunk", key_chunk)):
         integer(value, name, UnsupportedError, at_least=1)

@@ -16,7 +16,8 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.jax.mesh import BATCH_AXES, own_mesh
 
-IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+# the label of a token without a target, as in transformers and torch
+IGNORED: Final = -100
 
 _KEYS: Final = ("input_ids", "labels", "shift_labels")
 
@@ -26,10 +27,14 @@ def shard(x: object, layout: Layout, dim: int, *, value: float = 0) -> Array:
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}")
+        raise LayoutError(
+            f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}"
+        )
     width = [(0, 0)] * x.ndim
     width[dim] = (0, layout.padded_length - layout.length)
-    return jnp.take(jnp.pad(x, width, constant_values=value), layout.permutation, axis=dim)
+    return jnp.take(
+        jnp.pad(x, width, constant_values=value), layout.permutation, axis=dim
+    )
 
 
 def unshard(x: object, layout: Layout, dim: int) -> Array:
@@ -43,7 +48,9 @@ def unshard(x: object, layout: Layout, dim: int) -> Array:
     return jnp.take(x, layout.inverse[: layout.length], axis=dim)
 
 
-def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag") -> dict[str, Array]:
+def shard_batch(
+    batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag"
+) -> dict[str, Array]:
     """Return a whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
 
     Labels are shifted before the permutation, so each token knows its true successor; padding comes last, unseen by
@@ -64,7 +71,9 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     mesh = own_mesh(mesh)
     unknown = sorted(set(batch) - set(_KEYS))
     if unknown:
-        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
+        raise UnsupportedError(
+            f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}"
+        )
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
     bounds = np.iinfo(np.int32)
@@ -72,27 +81,50 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         try:
             numbers = np.asarray(value)
         except ValueError:
-            raise UnsupportedError(f"{name} has sequences of different lengths; pad them to one length") from None
+            raise UnsupportedError(
+                f"{name} has sequences of different lengths; pad them to one length"
+            ) from None
         if not np.issubdtype(numbers.dtype, np.integer):
             raise UnsupportedError(f"{name} must be integers, got {numbers.dtype}")
-        if numbers.size and not bounds.min <= numbers.min() <= numbers.max() <= bounds.max:
-            raise UnsupportedError(f"{name} must fit int32, got numbers from {numbers.min()} to {numbers.max()}")
+        if (
+            numbers.size
+            and not bounds.min <= numbers.min() <= numbers.max() <= bounds.max
+        ):
+            raise UnsupportedError(
+                f"{name} must fit int32, got numbers from {numbers.min()} to {numbers.max()}"
+            )
     tokens = np.asarray(batch["input_ids"])
     if tokens.ndim != 2 or tokens.shape[1] < 1:
-        raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
+        raise UnsupportedError(
+            f"input_ids must be (batch, tokens), got shape {tokens.shape}"
+        )
     if tokens.size and tokens.min() < 0:
-        raise UnsupportedError(f"input_ids has {tokens.min()}, which is no entry of a vocabulary; give numbers from 0")
+        raise UnsupportedError(
+            f"input_ids has {tokens.min()}, which is no entry of a vocabulary; give numbers from 0"
+        )
     if "shift_labels" in batch:
         targets = np.asarray(batch["shift_labels"])
     elif "labels" in batch:
         labels = np.asarray(batch["labels"])
-        targets = np.concatenate((labels[:, 1:], np.full_like(labels[:, :1], IGNORED)), 1)
+        targets = np.concatenate(
+            (labels[:, 1:], np.full_like(labels[:, :1], IGNORED)), 1
+        )
     else:
-        raise UnsupportedError("the batch has neither labels nor shift_labels; give one of them")
+        raise UnsupportedError(
+            "the batch has neither labels nor shift_labels; give one of them"
+        )
     if targets.shape != tokens.shape:
-        raise UnsupportedError(f"labels have shape {targets.shape}, input_ids {tokens.shape}; give both the same")
-    if "shift_labels" in batch and "labels" in batch and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any():
-        raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
+        raise UnsupportedError(
+            f"labels have shape {targets.shape}, input_ids {tokens.shape}; give both the same"
+        )
+    if (
+        "shift_labels" in batch
+        and "labels" in batch
+        and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any()
+    ):
+        raise UnsupportedError(
+            "labels, shifted by one, are not shift_labels; give one of them"
+        )
     replicas = mesh.shape["dp"] * mesh.shape["fsdp"]
     if len(tokens) % replicas:
         raise LayoutError(
@@ -106,4 +138,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         "shift_labels": shard(targets, split, 1, value=IGNORED),
     }
     sharding = NamedSharding(mesh, P(BATCH_AXES, "sp"))
-    return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}
+    return {
+        name: jax.device_put(np.asarray(x, np.int32), sharding)
+        for name, x in arrays.items()
+    }

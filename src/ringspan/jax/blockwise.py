@@ -13,7 +13,9 @@ from ringspan.jax.batch import IGNORED
 from ringspan.jax.kernels.xla import varying_like
 
 
-def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk_tokens: int = 1024) -> Array:
+def blockwise_feedforward(
+    function: Callable[[Array], Array], x: Array, *, chunk_tokens: int = 1024
+) -> Array:
     """``function(x)`` for a function of single tokens, ``chunk_tokens`` at a time, recomputed in backward.
 
     Args:
@@ -35,9 +37,13 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
     made = jax.eval_shape(function, pieces[0])
     if getattr(made, "shape", ())[:-1] != pieces.shape[1:2]:
         shown = getattr(made, "shape", type(made).__name__)
-        raise UnsupportedError(f"function must map n rows to one array of n rows, got {shown} of {pieces.shape[1:]}")
+        raise UnsupportedError(
+            f"function must map n rows to one array of n rows, got {shown} of {pieces.shape[1:]}"
+        )
     out = lax.map(jax.checkpoint(function), pieces)
-    return out.reshape(-1, out.shape[-1])[: len(rows)].reshape(*x.shape[:-1], out.shape[-1])
+    return out.reshape(-1, out.shape[-1])[: len(rows)].reshape(
+        *x.shape[:-1], out.shape[-1]
+    )
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
@@ -55,7 +61,12 @@ def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Arr
 
 
 def blockwise_cross_entropy(
-    hidden: Array, weight: Array, targets: Array, *, chunk_tokens: int = 1024, vocabulary_axis: str | None = None
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    *,
+    chunk_tokens: int = 1024,
+    vocabulary_axis: str | None = None,
 ) -> Array:
     """Sum the cross-entropy of ``hidden @ weight.T`` in float32, ``chunk_tokens`` at a time, recomputed in backward.
 
@@ -75,11 +86,18 @@ def blockwise_cross_entropy(
         ConfigError: ``chunk_tokens`` that is not an integer or below one.
         UnsupportedError: shapes that do not fit, targets that are not integers, or (outside ``jit``) too large.
     """
-    vocabulary = len(weight) * (lax.axis_size(vocabulary_axis) if vocabulary_axis else 1)
+    vocabulary = len(weight) * (
+        lax.axis_size(vocabulary_axis) if vocabulary_axis else 1
+    )
     _check(hidden, weight, targets, vocabulary)
+    # in which -100 would be 156, say, and that target none
     kind = jnp.result_type(targets)
-    if jnp.issubdtype(kind, jnp.unsignedinteger):  # in which -100 would be 156, say, and that target none
-        bounded = jnp.minimum(targets, np.iinfo(np.int32).max) if kind.itemsize >= 4 else targets
+    if jnp.issubdtype(kind, jnp.unsignedinteger):
+        bounded = (
+            jnp.minimum(targets, np.iinfo(np.int32).max)
+            if kind.itemsize >= 4
+            else targets
+        )
         targets = jnp.asarray(bounded).astype(jnp.int32)
     first = lax.axis_index(vocabulary_axis) * len(weight) if vocabulary_axis else 0
 
@@ -89,17 +107,23 @@ def blockwise_cross_entropy(
     @jax.checkpoint
     def one_chunk(loss: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
         rows, target = chunk
-        rows = jnp.where((target == IGNORED)[:, None], 0, rows)  # 0 times NaN would be NaN in the weight's gradient
-        logits = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        # 0 times NaN would be NaN in the weight's gradient
+        rows = jnp.where((target == IGNORED)[:, None], 0, rows)
+        logits = lax.dot_general(
+            rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
         top = lax.stop_gradient(logits).max(-1)
         top = lax.pmax(top, vocabulary_axis) if vocabulary_axis else top
         lse = top + jnp.log(total(jnp.exp(logits - top[:, None]).sum(-1)))
         local = target - first
         is_here = (local >= 0) & (local < len(weight))
-        picked = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[:, None], 1)[:, 0]
+        picked = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[:, None], 1)[
+            :, 0
+        ]
         picked = total(jnp.where(is_here, picked, 0))
         is_known = (target == IGNORED) | ((target >= 0) & (target < vocabulary))
-        losses = (lse - picked) * jnp.where(is_known, 1, jnp.nan)  # a factor, so that gradients are NaN too
+        # a factor, so that gradients are NaN too
+        losses = (lse - picked) * jnp.where(is_known, 1, jnp.nan)
         return loss + jnp.where(target == IGNORED, 0, losses).sum(), None
 
     pieces = chunks(hidden, chunk_tokens), chunks(targets, chunk_tokens, value=IGNORED)
@@ -109,13 +133,18 @@ def blockwise_cross_entropy(
 
 def _check(hidden: Array, weight: Array, targets: Array, vocabulary: int) -> None:
     shapes = [tuple(jnp.shape(x)) for x in (hidden, weight, targets)]
-    if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (*shapes[2], shapes[1][1]):
+    if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (
+        *shapes[2],
+        shapes[1][1],
+    ):
         raise UnsupportedError(
             f"shapes do not fit: hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]}; they must be "
             "(tokens, size), (vocabulary, size) and (tokens,)"
         )
     if not jnp.issubdtype(jnp.result_type(targets), jnp.integer):
-        raise UnsupportedError(f"targets must be integers, got {jnp.result_type(targets)}")
+        raise UnsupportedError(
+            f"targets must be integers, got {jnp.result_type(targets)}"
+        )
     if isinstance(targets, jax.core.Tracer):
         return
     values = np.asarray(targets)

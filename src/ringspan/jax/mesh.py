@@ -28,10 +28,21 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
             f"dp {dp} x fsdp {fsdp} x tp {tp} x sp {sp} needs {needed} devices, there are {len(devices)}; shrink the "
             'mesh, or on CPU ask for more with jax.config.update("jax_num_cpu_devices", N) before anything else'
         )
-    return Mesh(np.array(devices[:needed]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(
+        np.array(devices[:needed]).reshape(sizes),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
 
 
-def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = None, tp: Names = None) -> Mesh:
+def map_mesh(
+    mesh: Mesh,
+    *,
+    sp: Names = None,
+    dp: Names = None,
+    fsdp: Names = None,
+    tp: Names = None,
+) -> Mesh:
     """Return a mesh with ``init_mesh``'s axes over another's devices; an argument is an axis or several, or None.
 
     Every function recognises the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``,
@@ -40,7 +51,9 @@ def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = No
     Raises:
         ConfigError: a name that is not an axis or is given twice, or an axis of two or more devices without a role.
     """
-    return _map(mesh, assigned(dict(mesh.shape), {"dp": dp, "fsdp": fsdp, "tp": tp, "sp": sp}))
+    return _map(
+        mesh, assigned(dict(mesh.shape), {"dp": dp, "fsdp": fsdp, "tp": tp, "sp": sp})
+    )
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
@@ -49,7 +62,15 @@ def own_mesh(mesh: Mesh) -> Mesh:
     if mesh.axis_names == AXES:
         return mesh
     roles = recognised(dict(mesh.shape))
-    return _map(mesh, {"dp": roles["replicate"], "fsdp": roles["shard"], "tp": roles["tp"], "sp": roles["ring"]})
+    return _map(
+        mesh,
+        {
+            "dp": roles["replicate"],
+            "fsdp": roles["shard"],
+            "tp": roles["tp"],
+            "sp": roles["ring"],
+        },
+    )
 
 
 def check_mesh(mesh: object) -> None:

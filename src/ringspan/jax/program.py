@@ -20,7 +20,8 @@ from ringspan.gpu.table import Table
 IntArray = NDArray[np.int32]
 _Row = TypeVar("_Row", bound=Hashable)
 Run = tuple[int, int, int]  # query start, first key start, number of key chunks
-Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]  # query start, key start, bands
+# query start, key start, bands
+Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class Chunks:
         offsets = range(0, tokens, span)
         return Chunks(
             size,
-            tuple(offset + min(n * size, span - size) for offset in offsets for n in range(number)),
+            tuple(
+                offset + min(n * size, span - size)
+                for offset in offsets
+                for n in range(number)
+            ),
             tuple(offset + n * size for offset in offsets for n in range(number)),
         )
 
@@ -68,16 +73,22 @@ class Program(Course):
     num_runs: IntArray  # (rows,)
     runs: IntArray  # (rows, R, 3): query start, first key start, number of key chunks one behind the other
     num_partial: IntArray  # (rows,)
-    partial: IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
+    partial: (
+        IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
+    )
     bands: IntArray  # (bands, 6): rows [q0, q1), keys [k0, k1) with lo <= row - key <= hi, in local indices
     is_even: bool  # no chunk covers what another one does
 
 
 @lru_cache(maxsize=64)
-def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int) -> Program:
+def compile_program(
+    layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int
+) -> Program:
     """Compile a ring's program for a mask, without hops that no rank needs."""
     queries, keys = Chunks.of(layout, query_chunk), Chunks.of(key_layout, key_chunk)
-    course, rows = _look_up(layout, key_layout, mask, lambda hop: _lists(hop.tiles, queries, keys))
+    course, rows = _look_up(
+        layout, key_layout, mask, lambda hop: _lists(hop.tiles, queries, keys)
+    )
     bands: dict[tuple[tuple[int, ...], ...], int] = {}
     all_bands: list[tuple[int, ...]] = []
     partial: list[list[tuple[int, int, int, int]]] = []
@@ -117,7 +128,10 @@ class Tables(Course):
 def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
     """Compile a ring's tables for a mask, without hops that no rank needs."""
     course, rows = _look_up(layout, key_layout, mask, lambda hop: hop.bands)
-    tables = [Table.of(bands, layout.tokens_per_rank, key_layout.tokens_per_rank) for bands in rows]
+    tables = [
+        Table.of(bands, layout.tokens_per_rank, key_layout.tokens_per_rank)
+        for bands in rows
+    ]
     return Tables(
         **course,
         tiles=_stacked([table.tiles for table in tables]),
@@ -132,14 +146,21 @@ def _look_up(
     layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
 ) -> tuple[dict[str, Any], list[_Row]]:
     """Return a ``Course``'s fields, and the distinct rows of ``row_of`` over all ranks' hops."""
-    schedules = [make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
+    schedules = [
+        make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)
+    ]
     rows: dict[_Row, int] = {}
     which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
     for schedule in schedules:
         for hop in schedule.hops:
             which[schedule.rank, hop.index] = rows.setdefault(row_of(hop), len(rows))
     # One program runs on all ranks, so a hop stays where any of them computes something at it.
-    needed = [hop.index for schedule in schedules for hop in schedule.hops if hop.bands or hop.index == 0]
+    needed = [
+        hop.index
+        for schedule in schedules
+        for hop in schedule.hops
+        if hop.bands or hop.index == 0
+    ]
     course = {
         # Ranks above two: of two, both neighbours are the same one.
         "direction": -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
@@ -150,7 +171,9 @@ def _look_up(
     return course, list(rows)
 
 
-KEY_BITS: Final = 16  # of a chunk pair's number: the chunk of keys; above them that of queries
+KEY_BITS: Final = (
+    16  # of a chunk pair's number: the chunk of keys; above them that of queries
+)
 
 
 def query_of(where: Any) -> Any:
@@ -180,8 +203,13 @@ def compile_pairs(program: Program) -> Pairs:
     for row in range(len(program.runs)):
         pairs: list[tuple[int, int]] = []
         for query, key, count in program.runs[row, : program.num_runs[row]].tolist():
-            pairs += [(query // queries << KEY_BITS | key // keys + n, -1) for n in range(count)]
-        for query, key, first, count in program.partial[row, : program.num_partial[row]].tolist():
+            pairs += [
+                (query // queries << KEY_BITS | key // keys + n, -1)
+                for n in range(count)
+            ]
+        for query, key, first, count in program.partial[
+            row, : program.num_partial[row]
+        ].tolist():
             cut = lists.setdefault((first, count), len(lists))
             pairs.append((query // queries << KEY_BITS | key // keys, cut))
         rows.append(pairs)
@@ -190,7 +218,10 @@ def compile_pairs(program: Program) -> Pairs:
     def table(order: Callable[[tuple[int, int]], int]) -> IntArray:
         full = [sorted(pairs, key=order) or [(0, -1)] for pairs in rows]
         # Repeats of a pair find its blocks loaded; their results are not added, since ``num`` says where the list ends.
-        return np.array([pairs + pairs[-1:] * (longest - len(pairs)) for pairs in full], dtype=np.int32)
+        return np.array(
+            [pairs + pairs[-1:] * (longest - len(pairs)) for pairs in full],
+            dtype=np.int32,
+        )
 
     return Pairs(
         np.array([len(pairs) for pairs in rows], dtype=np.int32),
@@ -200,9 +231,14 @@ def compile_pairs(program: Program) -> Pairs:
     )
 
 
-def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tuple[Run, ...], tuple[Partial, ...]]:
+def _lists(
+    tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks
+) -> tuple[tuple[Run, ...], tuple[Partial, ...]]:
     """List runs of FULL chunk pairs, and the other allowed chunk pairs with their bands."""
-    query_first, query_stop = np.array(queries.first), np.array(queries.start) + queries.size
+    query_first, query_stop = (
+        np.array(queries.first),
+        np.array(queries.start) + queries.size,
+    )
     key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
     # The last chunk of a length that does not come out even begins earlier: rows that another chunk has are cut off
     # by a band, so such a pair is never a whole one.
@@ -212,10 +248,21 @@ def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tupl
     for tile in tiles:
         corner = tile.q0 - tile.k0
         lo, hi = tile.lo + corner, tile.hi + corner
-        q0, q1 = np.maximum(query_first, tile.q0)[:, None], np.minimum(query_stop, tile.q1)[:, None]
-        k0, k1 = np.maximum(key_first, tile.k0)[None, :], np.minimum(key_stop, tile.k1)[None, :]
+        q0, q1 = (
+            np.maximum(query_first, tile.q0)[:, None],
+            np.minimum(query_stop, tile.q1)[:, None],
+        )
+        k0, k1 = (
+            np.maximum(key_first, tile.k0)[None, :],
+            np.minimum(key_stop, tile.k1)[None, :],
+        )
         some = (q0 < q1) & (k0 < k1) & (q1 - 1 - k0 >= lo) & (q0 - (k1 - 1) <= hi)
-        whole = (q0 == query_first[:, None]) & (q1 == query_stop[:, None]) & (k0 == key_first) & (k1 == key_stop)
+        whole = (
+            (q0 == query_first[:, None])
+            & (q1 == query_stop[:, None])
+            & (k0 == key_first)
+            & (k1 == key_stop)
+        )
         whole &= (q0 - (k1 - 1) >= lo) & (q1 - 1 - k0 <= hi) & ~shifted
         full |= some & whole
         for i, j in np.argwhere(some & ~whole).tolist():
@@ -225,18 +272,32 @@ def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tupl
     for i, j in np.argwhere(full).tolist():
         query, key = queries.start[i], keys.start[j]
         # Neighbouring chunks of keys become one run, which a kernel goes through without looking anything up.
-        if runs and runs[-1][0] == query and runs[-1][1] + runs[-1][2] * keys.size == key:
+        if (
+            runs
+            and runs[-1][0] == query
+            and runs[-1][1] + runs[-1][2] * keys.size == key
+        ):
             runs[-1] = (query, runs[-1][1], runs[-1][2] + 1)
         else:
             runs.append((query, key, 1))
-    partial = [(queries.start[i], keys.start[j], tuple(sorted(bands))) for (i, j), bands in sorted(touched.items())]
+    partial = [
+        (queries.start[i], keys.start[j], tuple(sorted(bands)))
+        for (i, j), bands in sorted(touched.items())
+    ]
     return tuple(runs), tuple(partial)
 
 
 def _padded(rows: list[list[tuple[int, ...]]], columns: int) -> IntArray:
-    return _stacked([np.array(entries, dtype=np.int32).reshape(-1, columns) for entries in rows])
+    return _stacked(
+        [np.array(entries, dtype=np.int32).reshape(-1, columns) for entries in rows]
+    )
 
 
 def _stacked(rows: Sequence[IntArray]) -> IntArray:
     longest = max(1, *map(len, rows))
-    return np.stack([np.pad(row, [(0, longest - len(row)), *[(0, 0)] * (row.ndim - 1)]) for row in rows])
+    return np.stack(
+        [
+            np.pad(row, [(0, longest - len(row)), *[(0, 0)] * (row.ndim - 1)])
+            for row in rows
+        ]
+    )

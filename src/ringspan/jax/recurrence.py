@@ -77,14 +77,27 @@ def delta_rule(
 
     def begun(batch: int) -> Array:
         identity = jnp.broadcast_to(jnp.eye(size), (batch, q.shape[2], size, size))
-        return jnp.concatenate((jnp.zeros((batch, q.shape[2], size, width)), identity), -1)
+        return jnp.concatenate(
+            (jnp.zeros((batch, q.shape[2], size, width)), identity), -1
+        )
 
     def map_of(end: Array, *_: object) -> tuple[Array, Array]:
         return end[..., width:], end[..., :width]
 
     inputs = (q, k, v, jnp.exp(_wide(channels)), beta)
     shape = (q.shape[2], size, width)
-    return _recurrence(step, inputs, shape, map_of, layout, axis_name, starts, v.dtype, begun=begun, is_matrix=True)
+    return _recurrence(
+        step,
+        inputs,
+        shape,
+        map_of,
+        layout,
+        axis_name,
+        starts,
+        v.dtype,
+        begun=begun,
+        is_matrix=True,
+    )
 
 
 def state_space_dual(
@@ -125,8 +138,16 @@ def selective_scan(
     """
     x, dt, b, c = (each.swapaxes(1, 2) for each in (x, dt, b, c))
     _check({"x": x, "dt": dt, "b": b, "c": c}, 3)
-    heads = x[..., None], dt, b[:, :, None], c[:, :, None]  # a channel is a head of size 1, all with one b and c
-    return _state_space(heads, a[:, None], d, layout, axis_name, starts)[..., 0].swapaxes(1, 2)
+    # a channel is a head of size 1, all with one b and c
+    heads = (
+        x[..., None],
+        dt,
+        b[:, :, None],
+        c[:, :, None],
+    )
+    return _state_space(heads, a[:, None], d, layout, axis_name, starts)[
+        ..., 0
+    ].swapaxes(1, 2)
 
 
 def lightning_attention(
@@ -147,7 +168,9 @@ def lightning_attention(
     _check({"q": q, "k": k, "v": v}, 4, heads=2)
     steps = jnp.ones(v.shape[:3], accumulation_dtype(v.dtype))
     decay = -_wide(slopes)[:, None, None]
-    return _state_space((v, steps, k, q), decay, None, layout, axis_name, starts).swapaxes(1, 2)
+    return _state_space(
+        (v, steps, k, q), decay, None, layout, axis_name, starts
+    ).swapaxes(1, 2)
 
 
 def causal_convolution(
@@ -167,20 +190,29 @@ def causal_convolution(
     split = _layout_of(layout, axis_name, x.shape[2])
     parts = _in_spans(x.swapaxes(1, 2), split, axis_name)
     if width:
-        parts = jnp.concatenate((inputs_before(parts, width, layout=split, axis_name=axis_name), parts), 2)
+        parts = jnp.concatenate(
+            (inputs_before(parts, width, layout=split, axis_name=axis_name), parts), 2
+        )
     tokens = parts.shape[2] - width
     ages = _ages(split, starts)[lax.axis_index(axis_name)][:, None, :, None]
     out = jnp.zeros_like(parts[:, :, :tokens], accumulation_dtype(x.dtype))
     for back in range(width + 1):
         # A document's first tokens see no input of the one before it.
-        seen = jnp.where(ages >= back, parts[:, :, width - back : width - back + tokens], 0)
+        seen = jnp.where(
+            ages >= back, parts[:, :, width - back : width - back + tokens], 0
+        )
         out = out + weight[:, width - back] * seen
     out = (out if bias is None else out + bias).astype(x.dtype)
     return _joined(out).swapaxes(1, 2)
 
 
 def _state_space(
-    inputs: tuple[Array, ...], a: Array, d: Array | None, layout: LayoutName | Layout, axis_name: str, starts: Starts
+    inputs: tuple[Array, ...],
+    a: Array,
+    d: Array | None,
+    layout: LayoutName | Layout,
+    axis_name: str,
+    starts: Starts,
 ) -> Array:
     """Compute ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t`` of inputs x, dt, b and c.
 
@@ -189,15 +221,31 @@ def _state_space(
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         x, dt, b, c = token
-        state = jnp.exp(a * dt[..., None, None]) * state + (dt[..., None] * x)[..., None] * b[..., None, :]
+        state = (
+            jnp.exp(a * dt[..., None, None]) * state
+            + (dt[..., None] * x)[..., None] * b[..., None, :]
+        )
         out = (state * c[..., None, :]).sum(-1)
         return state, out if d is None else out + d[:, None] * x
 
-    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        return jnp.where(begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None, None])), end
+    def map_of(
+        end: Array, begins: Array, inputs: tuple[Array, ...]
+    ) -> tuple[Array, Array]:
+        return jnp.where(
+            begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None, None])
+        ), end
 
     x, _, b, _ = inputs
-    return _recurrence(step, inputs, (*x.shape[2:], b.shape[-1]), map_of, layout, axis_name, starts, x.dtype)
+    return _recurrence(
+        step,
+        inputs,
+        (*x.shape[2:], b.shape[-1]),
+        map_of,
+        layout,
+        axis_name,
+        starts,
+        x.dtype,
+    )
 
 
 def _recurrence(
@@ -214,7 +262,9 @@ def _recurrence(
     wide = parts[0].dtype
 
     @jax.checkpoint
-    def run(state: Array, begins: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+    def run(
+        state: Array, begins: Array, part: tuple[Array, ...]
+    ) -> tuple[Array, Array]:
         def one(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
             is_first, *values = token
             return step(jnp.where(is_first, 0, state), values)
@@ -232,8 +282,17 @@ def _recurrence(
         a, b = map_of(end, begins[place], part)
         maps.append(a)
         states.append(b)
-    taken = scan_states(jnp.stack(maps), jnp.stack(states), layout=split, axis_name=axis_name, is_matrix=is_matrix)
-    outs = [run(taken[place], begins[place], tuple(x[place] for x in parts))[1] for place in range(len(begins))]
+    taken = scan_states(
+        jnp.stack(maps),
+        jnp.stack(states),
+        layout=split,
+        axis_name=axis_name,
+        is_matrix=is_matrix,
+    )
+    outs = [
+        run(taken[place], begins[place], tuple(x[place] for x in parts))[1]
+        for place in range(len(begins))
+    ]
     return _joined(jnp.stack(outs)).astype(dtype)
 
 
@@ -243,7 +302,9 @@ def _wide(x: Array) -> Array:
 
 def _layout_of(layout: LayoutName | Layout, axis_name: str, tokens: int) -> Layout:
     ranks = lax.axis_size(axis_name)
-    split, _ = find_layouts(layout, None, ranks, tokens, tokens, remedy="ringspan.jax.shard")
+    split, _ = find_layouts(
+        layout, None, ranks, tokens, tokens, remedy="ringspan.jax.shard"
+    )
     spans_of(split)
     return split
 
@@ -265,8 +326,15 @@ def _joined(parts: Array) -> Array:
 def _ages(layout: Layout, starts: Starts) -> Array:
     """Return each token's position within its document (N, n, t)."""
     begins = np.asarray(starts, np.int64)
-    if begins.ndim != 1 or not len(begins) or begins[0] != 0 or (np.diff(begins) <= 0).any():
-        raise UnsupportedError(f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}")
+    if (
+        begins.ndim != 1
+        or not len(begins)
+        or begins[0] != 0
+        or (np.diff(begins) <= 0).any()
+    ):
+        raise UnsupportedError(
+            f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}"
+        )
     if begins[-1] >= layout.length:
         raise LayoutError(
             f"a document begins at {begins[-1]}, the layout has {layout.length} tokens, it must begin before"
@@ -281,7 +349,11 @@ def _check(arrays: dict[str, Array], dims: int, *, heads: int | None = None) -> 
     first, reference = next(iter(arrays.items()))
     for name, x in arrays.items():
         alike = x.ndim >= 2 and x.shape[:2] == reference.shape[:2]
-        if not alike or x.ndim < min(dims, reference.ndim) or (heads and x.shape[heads] != reference.shape[heads]):
+        if (
+            not alike
+            or x.ndim < min(dims, reference.ndim)
+            or (heads and x.shape[heads] != reference.shape[heads])
+        ):
             raise UnsupportedError(
                 f"shapes do not fit: {first} {tuple(reference.shape)}, {name} {tuple(x.shape)}; sequences, tokens and "
                 "heads must be as many"
@@ -306,10 +378,19 @@ def spans_of(layout: Layout) -> tuple[Span, ...]:
     places_of(layout)
     chunks = 2 if layout.name == "zigzag" else 1
     first = layout.permutation.reshape(layout.ranks, chunks, -1)[:, :, 0]
-    return tuple(Span(int(i) // chunks, int(i) % chunks) for i in np.argsort(first, axis=None))
+    return tuple(
+        Span(int(i) // chunks, int(i) % chunks) for i in np.argsort(first, axis=None)
+    )
 
 
-def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = "sp", is_matrix: bool = False) -> Array:
+def scan_states(
+    maps: Array,
+    states: Array,
+    *,
+    layout: Layout,
+    axis_name: str = "sp",
+    is_matrix: bool = False,
+) -> Array:
     """Return the state that each local span takes, composed of earlier spans' maps ``A_j S + B_j``; differentiable.
 
     Args:
@@ -329,15 +410,24 @@ def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = 
     prefix_maps, prefixes = list(maps), list(states)
     taken = [jnp.zeros_like(state) for state in states]
     for messages in scan_rounds(Links(later, later)):
-        before = list(prefix_maps), list(prefixes)  # what is sent in a round is from before it
+        # what is sent in a round is from before it
+        before = (
+            list(prefix_maps),
+            list(prefixes),
+        )
         moves: dict[tuple[int, int, bool, bool, bool], list[tuple[int, int]]] = {}
         for message in messages:
-            (sender, out), (receiver, into) = spans[message.source], spans[message.target]
+            (sender, out), (receiver, into) = (
+                spans[message.source],
+                spans[message.target],
+            )
             kind = out, into, message.has_map, message.composes, message.is_state
             moves.setdefault(kind, []).append((sender, receiver))
         for (out, into, has_map, composes, is_state), pairs in moves.items():
             arrived = lax.ppermute(before[1][out], axis_name, pairs)
-            receives = _is_one_of(rank, [receiver for _, receiver in pairs], layout.ranks)
+            receives = _is_one_of(
+                rank, [receiver for _, receiver in pairs], layout.ranks
+            )
             if is_state:
                 taken[into] = jnp.where(receives, arrived, taken[into])
             if composes:
@@ -356,17 +446,24 @@ def inputs_before(x: Array, width: int, *, layout: Layout, axis_name: str) -> Ar
     spans = spans_of(layout)
     tokens = x.shape[2]
     rank = lax.axis_index(axis_name)
+    # spans shorter than it: from several of them
     parts: list[Array] = []
-    for reach in range(1, -(-width // tokens) + 1):  # spans shorter than it: from several of them
+    for reach in range(1, -(-width // tokens) + 1):
         count = min(tokens, width - (reach - 1) * tokens)
         tails = x[:, :, tokens - count :]
         halo = [jnp.zeros_like(tail) for tail in tails]
         moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for source, target in zip(spans, spans[reach:], strict=False):
-            moves.setdefault((source.place, target.place), []).append((source.rank, target.rank))
+            moves.setdefault((source.place, target.place), []).append(
+                (source.rank, target.rank)
+            )
         for (out, into), pairs in moves.items():
             arrived = lax.ppermute(tails[out], axis_name, pairs)
-            halo[into] = jnp.where(_is_one_of(rank, [r for _, r in pairs], layout.ranks), arrived, halo[into])
+            halo[into] = jnp.where(
+                _is_one_of(rank, [r for _, r in pairs], layout.ranks),
+                arrived,
+                halo[into],
+            )
         parts.append(jnp.stack(halo))
     return jnp.concatenate(parts[::-1], 2)
 

@@ -20,7 +20,14 @@ from ringspan.core.names import JaxKernelName
 from ringspan.core.schedule.workspace import head_groups
 from ringspan.jax.kernels.pallas import PallasKernel, check_chunks
 from ringspan.jax.kernels.triton import TritonKernel
-from ringspan.jax.kernels.xla import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like
+from ringspan.jax.kernels.xla import (
+    Kernel,
+    XlaKernel,
+    accumulation_dtype,
+    packed,
+    parted,
+    varying_like,
+)
 from ringspan.jax.program import compile_pairs, compile_program, compile_tables
 
 
@@ -41,8 +48,14 @@ class Ring:
     @property
     def kernel(self) -> Kernel:
         if self.kernel_name == "triton":
-            return TritonKernel(compile_tables(self.layout, self.key_layout, self.mask), self.scale, self.softcap)
-        program = compile_program(self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk)
+            return TritonKernel(
+                compile_tables(self.layout, self.key_layout, self.mask),
+                self.scale,
+                self.softcap,
+            )
+        program = compile_program(
+            self.layout, self.key_layout, self.mask, self.query_chunk, self.key_chunk
+        )
         if self.kernel_name == "xla":
             return XlaKernel(program, self.scale, self.softcap)
         check_chunks(program)
@@ -50,20 +63,30 @@ class Ring:
 
     def head_groups(self, q: Array, k: Array) -> int:
         pairs, on_cpu = self.kernel.program.tile_pairs, jax.default_backend() == "cpu"
-        return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
+        return head_groups(
+            q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu
+        )
 
     def shift(self, x: Array, hops: int) -> Array:
         ranks = self.layout.ranks
         step = self.kernel.program.direction * hops
-        return lax.ppermute(x, self.axis_name, [(rank, (rank + step) % ranks) for rank in range(ranks)])
+        return lax.ppermute(
+            x, self.axis_name, [(rank, (rank + step) % ranks) for rank in range(ranks)]
+        )
 
 
-def forward(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+def forward(
+    ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None
+) -> tuple[Array, Array]:
     """Return attention of q (B, H, T, D) to all k and v (B, G, T', D or E): out (B, H, T, E), float32 lse (B, H, T)."""
-    return _by_heads(partial(_forward_of_heads, ring), ring.head_groups(q, k), (q, k, v), sinks)
+    return _by_heads(
+        partial(_forward_of_heads, ring), ring.head_groups(q, k), (q, k, v), sinks
+    )
 
 
-def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
+def _forward_of_heads(
+    ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None
+) -> tuple[Array, Array]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
     rows, keys_values = _rows(q, k), _packed(k, v)
@@ -77,7 +100,10 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
         arriving = ring.shift(block, 1)
         return arriving, compute(block, state, hop)
 
-    state = jax.tree.map(lambda x: varying_like(x, rows, keys_values), kernel.start(rows.shape[:-1], size, dtype))
+    state = jax.tree.map(
+        lambda x: varying_like(x, rows, keys_values),
+        kernel.start(rows.shape[:-1], size, dtype),
+    )
     last = kernel.program.num_hops - 1
     block, state = _hops(one_hop, (keys_values, state), 0, last)
     state = compute(block, state, last)
@@ -85,26 +111,48 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     out, lse = out.reshape(*q.shape[:-1], size), lse.reshape(q.shape[:-1])
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, sinks.astype(dtype)[:, None])
-        share = jnp.where(jnp.isneginf(with_sink), 1, jnp.exp(lse - with_sink))  # no key and no sink: out stays 0
+        # no key and no sink: out stays 0
+        share = jnp.where(jnp.isneginf(with_sink), 1, jnp.exp(lse - with_sink))
         out, lse = out * share[..., None], with_sink
     return out.astype(q.dtype), lse
 
 
 def backward(
-    ring: Ring, dout: Array, q: Array, k: Array, v: Array, sinks: Array | None, out: Array, lse: Array
+    ring: Ring,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    out: Array,
+    lse: Array,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Return dq, dk, dv, dsinks of the local tokens from the GLOBAL out and lse; summed and sent in float32."""
     heads = dout, q, k, v, out, lse
-    return _by_heads(partial(_backward_of_heads, ring), ring.head_groups(q, k), heads, sinks)
+    return _by_heads(
+        partial(_backward_of_heads, ring), ring.head_groups(q, k), heads, sinks
+    )
 
 
 def _backward_of_heads(
-    ring: Ring, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, sinks: Array | None
+    ring: Ring,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    sinks: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
     # The same for all hops: the softmax's part of the gradient needs the whole rows alone.
-    delta = jnp.einsum("bhte,bhte->bht", dout.astype(dtype), out.astype(dtype), precision=lax.Precision.HIGHEST)
+    delta = jnp.einsum(
+        "bhte,bhte->bht",
+        dout.astype(dtype),
+        out.astype(dtype),
+        precision=lax.Precision.HIGHEST,
+    )
     rows, dout_rows = _rows(q, k), _rows(dout, k)
     # A row without a key has lse -inf; with +inf its probabilities come out as the 0 that they are.
     safe = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
@@ -112,10 +160,21 @@ def _backward_of_heads(
     keys_values = _packed(k, v)
 
     def compute(block: Array, dq: Array, hop: Array | int) -> tuple[Array, Array]:
-        dq, *added = _differentiated(ring, kernel.row(rank, hop), rows, block, dout_rows, lse_rows, delta_rows, dq)
+        dq, *added = _differentiated(
+            ring,
+            kernel.row(rank, hop),
+            rows,
+            block,
+            dout_rows,
+            lse_rows,
+            delta_rows,
+            dq,
+        )
         return dq, packed(*added)
 
-    def one_hop(block: Array, behind: Array, dq: Array, hop: Array) -> tuple[Array, Array, Array]:
+    def one_hop(
+        block: Array, behind: Array, dq: Array, hop: Array
+    ) -> tuple[Array, Array, Array]:
         arriving, gradient = ring.shift(block, 1), ring.shift(behind, 1)
         dq, added = compute(block, dq, hop)
         return arriving, gradient + added, dq
@@ -135,8 +194,10 @@ def _backward_of_heads(
     dk, dv = (part.reshape(like.shape).astype(like.dtype) for part, like in parts)
     dsinks = None
     if sinks is not None:
-        base = jnp.where(jnp.isneginf(lse), 0, lse)  # a row without keys whose sink is -inf has no share to give
-        share = jnp.exp(sinks.astype(dtype)[:, None] - base)  # of the probability that went to the sink
+        # a row without keys whose sink is -inf has no share to give
+        base = jnp.where(jnp.isneginf(lse), 0, lse)
+        # of the probability that went to the sink
+        share = jnp.exp(sinks.astype(dtype)[:, None] - base)
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
 
@@ -152,7 +213,12 @@ def _differentiated(ring: Ring, *arrays: Any) -> Any:
     return ring.kernel.backward(*arrays)
 
 
-def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
+def _by_heads(
+    one_group: Callable[..., Any],
+    groups: int,
+    arrays: tuple[Array, ...],
+    sinks: Array | None,
+) -> Any:
     """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries."""
     # Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
     if groups == 1:
@@ -176,18 +242,28 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
     def turn(number: Array, results: object) -> Any:
         def put(whole: Array, part: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis(part)], axis(part))
+            return lax.dynamic_update_slice_in_dim(
+                whole, part, number * part.shape[axis(part)], axis(part)
+            )
 
         return jax.tree.map(put, results, compute(number))
 
     # Not ``lax.map``, for which XLA would copy all arrays to have groups as their first dimension.
-    return lax.fori_loop(0, groups, turn, jax.tree.map(room, jax.eval_shape(lambda: compute(0))))
+    return lax.fori_loop(
+        0, groups, turn, jax.tree.map(room, jax.eval_shape(lambda: compute(0)))
+    )
 
 
-def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
+def _hops(
+    one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int
+) -> Any:
     # In unrolled code XLA would send all blocks ahead, as they wait for no result, and so hold all N of them.
     numbers = jnp.arange(first, stop)
-    return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry
+    return (
+        lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0]
+        if first < stop
+        else carry
+    )
 
 
 def _rows(x: Array, k: Array) -> Array:

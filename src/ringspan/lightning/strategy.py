@@ -7,7 +7,11 @@ from typing import Any, Final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -18,7 +22,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.torch.consistency.calls import Call, check_call, exchanging, hear_all, preparing
+from ringspan.torch.consistency.calls import (
+    Call,
+    check_call,
+    exchanging,
+    hear_all,
+    preparing,
+)
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.memory.sharding import settle
@@ -55,11 +65,16 @@ class Dealing:
             return loader
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         with self._as_wanted():
-            return self._data._prepare_dataloader(loader, shuffle=isinstance(sampler, RandomSampler), mode=stage)
+            return self._data._prepare_dataloader(
+                loader, shuffle=isinstance(sampler, RandomSampler), mode=stage
+            )
 
     @contextmanager
     def _as_wanted(self) -> Iterator[None]:
-        before, self._connector.use_distributed_sampler = self._connector.use_distributed_sampler, self._is_wanted
+        before, self._connector.use_distributed_sampler = (
+            self._connector.use_distributed_sampler,
+            self._is_wanted,
+        )
         try:
             yield
         finally:
@@ -69,7 +84,11 @@ class Dealing:
 # What Lightning does to a model for them is what a ring's model does itself, or nothing.
 _PRECISIONS: Final = ("32-true", "bf16-mixed")
 # Callbacks that work on whole weights, and how.
-_CALLBACKS: Final = ((StochasticWeightAveraging, "copies"), (WeightAveraging, "copies"), (ModelPruning, "prunes"))
+_CALLBACKS: Final = (
+    (StochasticWeightAveraging, "copies"),
+    (WeightAveraging, "copies"),
+    (ModelPruning, "prunes"),
+)
 
 
 class RingStrategy(ModelParallelStrategy):
@@ -101,9 +120,15 @@ class RingStrategy(ModelParallelStrategy):
     """
 
     def __init__(
-        self, *, ring: int | None = None, replicate: int = 1, tp: int = 1, save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        ring: int | None = None,
+        replicate: int = 1,
+        tp: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -117,7 +142,9 @@ class RingStrategy(ModelParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """Mesh with the axes ``replicate`` and ``ring``, and ``tp`` if above 1."""
         if self._ring_mesh is None:
-            raise ConfigError("device_mesh: there is none before the trainer starts; use it in configure_model")
+            raise ConfigError(
+                "device_mesh: there is none before the trainer starts; use it in configure_model"
+            )
         return self._ring_mesh
 
     @property
@@ -131,8 +158,9 @@ class RingStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected before"
         _refuse_callbacks(module.trainer)
+        # a trainer that fits and then validates has one model, on one mesh
         super().setup_environment()  # with a mesh of two axes, which nobody uses
-        if self._ring_mesh is None:  # a trainer that fits and then validates has one model, on one mesh
+        if self._ring_mesh is None:
             self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
         give_mesh(module, self._ring_mesh)
         if self._dealing is None:
@@ -140,10 +168,14 @@ class RingStrategy(ModelParallelStrategy):
         self._dealing.take_over(ours=module.trainer.state.fn == TrainerFn.FITTING)
 
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._dealing is not None and self.lightning_module is not None, "set up before"
+        assert self._dealing is not None and self.lightning_module is not None, (
+            "set up before"
+        )
         stage = self.lightning_module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
-            _refuse_uneven(dataloader, self.lightning_module.trainer.limit_predict_batches)
+            _refuse_uneven(
+                dataloader, self.lightning_module.trainer.limit_predict_batches
+            )
         return self._dealing.dealt(dataloader, stage)
 
     def setup(self, trainer: Trainer) -> None:
@@ -161,17 +193,26 @@ class RingStrategy(ModelParallelStrategy):
                 "self.model = rs.parallelize(model, self.device_mesh)"
             )
 
-        if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, AgreedStop) for callback in callbacks):
+            callbacks[:] = [ToldErrors(), *callbacks, AgreedStop(self.device_mesh)]
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object) -> Tensor:
+    def backward(
+        self,
+        closure_loss: Tensor,
+        optimizer: Optimizer,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
         """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         check_call(self.device_mesh, Call("a backward pass"))
         with exchanging():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(
+                closure_loss, module, optimizer, *args, **kwargs
+            )
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -191,16 +232,26 @@ class RingStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: object) -> dict[str, Any]:
         """Return an optimizer's shards of state, or on rank 0 all of it."""
-        inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner: Any = (
+            optimizer.optimizer
+            if isinstance(optimizer, LightningOptimizer)
+            else optimizer
+        )
         is_new = not inner.state
         state = super().optimizer_state(inner)
         if is_new:  # torch has taken a step, of length 0, to have something to save
             inner.state.clear()
             for values in state.get("state", {}).values():
-                values |= {name: torch.zeros_like(value) for name, value in values.items() if name == "step"}
+                values |= {
+                    name: torch.zeros_like(value)
+                    for name, value in values.items()
+                    if name == "step"
+                }
         return state
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load model and optimizers from a checkpoint of any mesh."""
         self._settle()
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -217,14 +268,18 @@ class RingStrategy(ModelParallelStrategy):
 class ToldErrors(Callback):
     """First of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
 
-    def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: object, exception: BaseException
+    ) -> None:
         trainer.strategy.on_exception(exception)
 
 
 def _agreeing(event: str) -> Callable[..., None]:
     def agree(self: "AgreedStop", trainer: Trainer, *_: object, **__: object) -> None:
         with in_call(event):
-            trainer.should_stop = any(hear_all(self.mesh, Call(event, said=bool(trainer.should_stop))))
+            trainer.should_stop = any(
+                hear_all(self.mesh, Call(event, said=bool(trainer.should_stop)))
+            )
 
     return agree
 
@@ -236,11 +291,14 @@ class AgreedStop(Callback):
         self.mesh = mesh
 
     on_train_start = _agreeing("the start of training")
-    on_train_batch_end = _agreeing("the end of a training batch")  # before Lightning asks for another one
-    on_before_optimizer_step = _agreeing("an optimizer step")  # before gradients are clipped together
+    # before Lightning asks for another one
+    on_train_batch_end = _agreeing("the end of a training batch")
+    # before gradients are clipped together
+    on_before_optimizer_step = _agreeing("an optimizer step")
     on_validation_end = _agreeing("the end of a validation")
     on_train_epoch_end = _agreeing("the end of an epoch")
-    on_train_end = _agreeing("the end of training")  # so that no rank is gone when another raises
+    # so that no rank is gone when another raises
+    on_train_end = _agreeing("the end of training")
 
 
 def _refuse_callbacks(trainer: Any) -> None:
@@ -258,7 +316,11 @@ def _refuse_uneven(loader: object, limit: float) -> None:
     sampler = getattr(batches, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return
-    examples, replicas, batch = sampler.total_size, sampler.num_replicas, batches.batch_size
+    examples, replicas, batch = (
+        sampler.total_size,
+        sampler.num_replicas,
+        batches.batch_size,
+    )
     counts = examples // replicas, -(-examples // replicas)
     fewest, most = (-(-count // batch) for count in counts)
     if _limited(fewest, limit) != _limited(most, limit):

@@ -44,7 +44,11 @@ def default_ranks() -> int:
 
 
 def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def package_version(name: str) -> str | None:
@@ -63,7 +67,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=8)
-def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
+def measure_flops(
+    device: torch.device, dtype: torch.dtype, *, size: int | None = None
+) -> float:
     """Measure this rank's FLOP/s of a square matrix product, the best of a few; once per process."""
     size = size or (4096 if device.type == "cuda" else 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -73,7 +79,9 @@ def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None 
 def fastest(function: Callable[[], Any], device: torch.device) -> float:
     times: list[float] = []
     synchronize(device)
-    while len(times) < _LEAST_CALLS or (len(times) < _MOST_CALLS and sum(times) < _ENOUGH_SECONDS):
+    while len(times) < _LEAST_CALLS or (
+        len(times) < _MOST_CALLS and sum(times) < _ENOUGH_SECONDS
+    ):
         started = time.perf_counter()
         function()
         synchronize(device)
@@ -91,7 +99,9 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
     if function:
         function()
     synchronize(device)
-    seconds = torch.tensor(time.perf_counter() - started if function else 0.0, device=device)
+    seconds = torch.tensor(
+        time.perf_counter() - started if function else 0.0, device=device
+    )
     torch.set_num_threads(1)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
@@ -106,11 +116,16 @@ def allocated_bytes(function: Callable[[], Any]) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its profiler tells standard error that it starts and stops
+    # its profiler tells standard error that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+    changes = sorted(
+        (event.start_ns(), event.nbytes())  # pyright: ignore[reportAttributeAccessIssue]
+        for event in events
+        if event.name() == "[memory]"
+    )
     return max(accumulate((change for _, change in changes), initial=0))
 
 
@@ -119,4 +134,11 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )

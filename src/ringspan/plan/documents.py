@@ -29,10 +29,16 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
 
 FORMS: Final = "give a .json file with a list of lengths, or lognormal:MEDIAN or lognormal:MEDIAN,SIGMA"
-_SIGMA: Final = 1.0  # of lognormal lengths: one in twenty is five times as long as the median
+_SIGMA: Final = (
+    1.0  # of lognormal lengths: one in twenty is five times as long as the median
+)
 _SHORTEST: Final = 16
 _MOST_RANKS: Final = 64  # of a ring: the schedules of more ranks than that take minutes
-_ROUTES: Final = ("ring", "all-gather")  # beside the plan's own: from neighbour to neighbour, and straight
+# beside the plan's own: from neighbour to neighbour, and straight
+_ROUTES: Final = (
+    "ring",
+    "all-gather",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ def read_documents(text: str, length: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...] | Tree) -> list[LayoutCost]:
+def compare_layouts(
+    question: Question, setting: Setting, lengths: tuple[int, ...] | Tree
+) -> list[LayoutCost]:
     """Return a plan's step on every layout and route for documents or a tree, the fastest first (striped: 3% later)."""
     option = "--group" if isinstance(lengths, Tree) else "--documents"
     if question.shape.has_states or question.shape.sees:
@@ -81,29 +89,56 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
             f"{option} is for rings of up to {_MOST_RANKS} ranks, and this plan has {setting.ring}; ask for fewer "
             "devices, or compare layouts with rs.balanced and python -m benchmarks.layouts"
         )
-    routes = dict.fromkeys((setting.route, *(_ROUTES if question.route == "auto" and setting.ring > 1 else ())))
+    routes = dict.fromkeys(
+        (
+            setting.route,
+            *(_ROUTES if question.route == "auto" and setting.ring > 1 else ()),
+        )
+    )
     rows: list[LayoutCost] = []
     for name in BATCH_LAYOUT_NAMES:
         split = batch_layout(name, question.length, setting.ring, lengths)
         work = _work(question, split, lengths)
         for route in routes:
             # A balanced layout is made for one sequence; heads cannot be traded for its tokens.
-            way = replace(setting, route=route, batch=1 if name == "balanced" else setting.batch)
+            way = replace(
+                setting, route=route, batch=1 if name == "balanced" else setting.batch
+            )
             if (name == "balanced" and way.way.ulysses > 1) or not question.fits(way):
                 continue
             cost = question.step_cost(way, _passes_of(split, lengths))
-            rows.append(LayoutCost(name, way, max(work) * len(work) / sum(work), cost.ring_bytes, cost.seconds))
-    return sorted(rows, key=lambda row: row.step_seconds / (WORTH_IT if row.layout == "striped" else 1))
+            rows.append(
+                LayoutCost(
+                    name,
+                    way,
+                    max(work) * len(work) / sum(work),
+                    cost.ring_bytes,
+                    cost.seconds,
+                )
+            )
+    return sorted(
+        rows,
+        key=lambda row: row.step_seconds / (WORTH_IT if row.layout == "striped" else 1),
+    )
 
 
 def _mask(lengths: tuple[int, ...] | Tree, window: int | None) -> Mask:
-    return lengths.mask(window) if isinstance(lengths, Tree) else documents_mask(lengths, window=window)
+    return (
+        lengths.mask(window)
+        if isinstance(lengths, Tree)
+        else documents_mask(lengths, window=window)
+    )
 
 
-def _work(question: Question, split: Layout, lengths: tuple[int, ...] | Tree) -> list[int]:
+def _work(
+    question: Question, split: Layout, lengths: tuple[int, ...] | Tree
+) -> list[int]:
     kinds = Counter(question.shape.layer_windows)
     return [
-        sum(count * make_schedule(split, _mask(lengths, window), rank).num_pairs for window, count in kinds.items())
+        sum(
+            count * make_schedule(split, _mask(lengths, window), rank).num_pairs
+            for window, count in kinds.items()
+        )
         for rank in range(split.ranks)
     ]
 
@@ -111,13 +146,21 @@ def _work(question: Question, split: Layout, lengths: tuple[int, ...] | Tree) ->
 def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
     @lru_cache
     def passes(
-        layout: str, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
+        layout: str,
+        length: int,
+        ranks: int,
+        window: int | None,
+        route: str,
+        shape: Shape,
+        speeds: Speeds,
         comm_dtype: str = "exact",
-    ) -> tuple[Pass, Pass]:  # fmt: skip
+    ) -> tuple[Pass, Pass]:
         mask, way = _mask(lengths, window), Route.parse(route, ranks)
         if shape.index is not None:
             return chosen_passes(split, mask, shape, speeds)
-        one = slowest_passes(split, mask, way, replace(shape, batch=1), speeds, comm_dtype)
+        one = slowest_passes(
+            split, mask, way, replace(shape, batch=1), speeds, comm_dtype
+        )
         return repeated(shape.batch, one)
 
     return passes
@@ -130,7 +173,9 @@ def _lognormal(text: str, numbers: str) -> Iterator[int]:
         if len(parts) > 2 or not (1 <= median < float("inf") and 0 <= sigma < 10):
             raise ValueError
     except ValueError:
-        raise ConfigError(f"--documents {text}: needs a median of at least 1, a sigma below 10; {FORMS}") from None
+        raise ConfigError(
+            f"--documents {text}: needs a median of at least 1, a sigma below 10; {FORMS}"
+        ) from None
     generator = np.random.default_rng(0)
     while True:
         yield max(_SHORTEST, int(generator.lognormal(np.log(median), sigma)))
@@ -141,7 +186,13 @@ def _read(path: Path) -> Iterator[int]:
         lengths = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--documents {path}: {one_line(error)}; {FORMS}") from error
-    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-        raise ConfigError(f"--documents {path}: is no list of whole numbers above 0; {FORMS}")
+    if (
+        not isinstance(lengths, list)
+        or not lengths
+        or not all(type(n) is int and n > 0 for n in lengths)
+    ):
+        raise ConfigError(
+            f"--documents {path}: is no list of whole numbers above 0; {FORMS}"
+        )
     while True:
         yield from lengths

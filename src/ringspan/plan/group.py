@@ -16,12 +16,17 @@ _PLANNED: Final = (
 )  # fmt: skip
 
 
-def compare_group(question: Question, group: int, prompt: int, completion: int) -> dict[str, dict[str, Any]]:
+def compare_group(
+    question: Question, group: int, prompt: int, completion: int
+) -> dict[str, dict[str, Any]]:
     """Return the ``tree`` and the ``rows`` of ``question.batch`` groups: tokens, pairs of attention, and their plans.
 
     ``step_seconds`` of a tree that does not fit is None. ConfigError for a group beyond ``MOST``.
     """
-    if prompt + group * completion > MOST["length"] or group * question.batch > MOST["batch"]:
+    if (
+        prompt + group * completion > MOST["length"]
+        or group * question.batch > MOST["batch"]
+    ):
         raise ConfigError(
             f"--group {group}: at most {MOST['batch']:,} answers of {MOST['length']:,} tokens, prompt and all"
         )
@@ -30,20 +35,40 @@ def compare_group(question: Question, group: int, prompt: int, completion: int) 
             f"--group {group}: {question.shape.name} chooses its keys by an index, which takes no tree of "
             "answers; leave --group out, and plan rows of prompt and answer by --length and --batch"
         )
-    answer = make_plan(replace(question, length=prompt + completion, batch=group * question.batch))
-    tokens, pairs = group * (prompt + completion), group * causal_pairs(prompt + completion)
-    rows = {"tokens": tokens, "pairs": pairs} | {name: answer.as_json()[name] for name in _PLANNED}
+    answer = make_plan(
+        replace(question, length=prompt + completion, batch=group * question.batch)
+    )
+    tokens, pairs = (
+        group * (prompt + completion),
+        group * causal_pairs(prompt + completion),
+    )
+    rows = {"tokens": tokens, "pairs": pairs} | {
+        name: answer.as_json()[name] for name in _PLANNED
+    }
     tree = Tree((prompt, *[completion] * group), (-1, *[0] * group))
-    tokens, pairs = sum(tree.lengths), causal_pairs(prompt) + group * (prompt * completion + causal_pairs(completion))
+    tokens, pairs = (
+        sum(tree.lengths),
+        causal_pairs(prompt) + group * (prompt * completion + causal_pairs(completion)),
+    )
     answer = make_plan(replace(question, length=tokens))
-    answer = replace(answer, setting=replace(answer.setting, batch=1))  # a tree is a micro-step
+    # a tree is a micro-step
+    answer = replace(answer, setting=replace(answer.setting, batch=1))
     answer = replace(answer, memory=training_memory(question.shape, answer.setting))
-    found = {"tokens": tokens, "pairs": pairs} | {name: answer.as_json()[name] for name in _PLANNED}
+    found = {"tokens": tokens, "pairs": pairs} | {
+        name: answer.as_json()[name] for name in _PLANNED
+    }
     if answer.fits:
         timed = compare_layouts(answer.question, answer.setting, tree)[0]
-        found |= {"layout": timed.layout, "route": timed.setting.route, "step_seconds": timed.step_seconds}
+        found |= {
+            "layout": timed.layout,
+            "route": timed.setting.route,
+            "step_seconds": timed.step_seconds,
+        }
     else:
         found["step_seconds"] = None
     for name in ("tokens", "pairs"):
-        found[name], rows[name] = question.batch * found[name], question.batch * rows[name]
+        found[name], rows[name] = (
+            question.batch * found[name],
+            question.batch * rows[name],
+        )
     return {"tree": found, "rows": rows}

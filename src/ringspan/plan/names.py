@@ -10,9 +10,13 @@ def normal(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
-def unknown(what: str, name: str, known: Iterable[str], remedy: str = "") -> ConfigError:
+def unknown(
+    what: str, name: str, known: Iterable[str], remedy: str = ""
+) -> ConfigError:
     """Build the error for an unknown name, with the most similar known ones, or all."""
     known = list(known)
     near = difflib.get_close_matches(normal(name), known, n=3, cutoff=0.5)
-    shown = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(known)}"
+    shown = (
+        f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(known)}"
+    )
     return ConfigError(f"unknown {what} {name!r}; {shown}{remedy}")

@@ -18,7 +18,15 @@ from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import host_bytes, host_use
 from ringspan.plan.reasons import needs, why
-from ringspan.plan.search import FOLDS, Question, layouts, longest_setting, meshes, policies, routes
+from ringspan.plan.search import (
+    FOLDS,
+    Question,
+    layouts,
+    longest_setting,
+    meshes,
+    policies,
+    routes,
+)
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3
@@ -46,31 +54,61 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         device, setting = self.question.device, self.setting
-        links = {"intra_node": device.intra_node_bandwidth, "inter_node": device.inter_node_bandwidth}
-        blocks = {link: round(min_block_tokens(device.flops, bandwidth)) for link, bandwidth in links.items()}
+        links = {
+            "intra_node": device.intra_node_bandwidth,
+            "inter_node": device.inter_node_bandwidth,
+        }
+        blocks = {
+            link: round(min_block_tokens(device.flops, bandwidth))
+            for link, bandwidth in links.items()
+        }
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
             "reserve_bytes": self.memory.reserve_bytes,
             "bytes": self.memory.bytes,
             "peak_moment": self.memory.moment,
-            "mesh": _fields(setting, "replicate", "ring") | {"ulysses": setting.way.ulysses, "tp": setting.tp},
+            "mesh": _fields(setting, "replicate", "ring")
+            | {"ulysses": setting.way.ulysses, "tp": setting.tp},
             "micro_batch": setting.batch,
             "micro_steps": setting.micro_steps(self.question.batch),
-            **_fields(setting, "folds", "layout", "route", "comm_dtype", "checkpoint", "layers_per_checkpoint"),
+            **_fields(
+                setting,
+                "folds",
+                "layout",
+                "route",
+                "comm_dtype",
+                "checkpoint",
+                "layers_per_checkpoint",
+            ),
             "feedforward_chunk_tokens": setting.feedforward_tokens,
             **_fields(setting, "offload", "optimizer_on_host", "optimizer_state"),
             "host_bytes": host_bytes(self.question.shape, setting),
             "host": host_use(self.question.shape, setting),
-            "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]} if self.change else None,
+            "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]}
+            if self.change
+            else None,
             "max_length_tokens": self.max_length_tokens,
             "max_length_needs": needs(self.longest) if self.longest else "",
-            "max_length_limit": self.question.limit(self.longest) if self.longest else "",
+            "max_length_limit": self.question.limit(self.longest)
+            if self.longest
+            else "",
             "min_block_tokens": blocks,
-            "min_tokens_per_device": {link: round(min_tokens_per_device(c)) for link, c in blocks.items()},
+            "min_tokens_per_device": {
+                link: round(min_tokens_per_device(c)) for link, c in blocks.items()
+            },
             "link_bytes_per_step": {
-                {"shard": "shards", "tensor": "tensor_sums"}.get(name, name): round(getattr(self.cost, f"{name}_bytes"))
-                for name in ("ring", "shard", "tensor", "intra_node", "inter_node", "host")
+                {"shard": "shards", "tensor": "tensor_sums"}.get(name, name): round(
+                    getattr(self.cost, f"{name}_bytes")
+                )
+                for name in (
+                    "ring",
+                    "shard",
+                    "tensor",
+                    "intra_node",
+                    "inter_node",
+                    "host",
+                )
             },
             "step_seconds": self.cost.seconds,
             "seconds": self.cost.parts,
@@ -86,7 +124,10 @@ class Plan:
             return {}
         rows = [
             _fields(tower, "modality", "units", "tokens")
-            | {"units_per_rank": tower.share(setting.batch, setting.ring), "flops": tower.units * tower.flops.at(1)}
+            | {
+                "units_per_rank": tower.share(setting.batch, setting.ring),
+                "flops": tower.units * tower.flops.at(1),
+            }
             for tower in shape.towers
         ]
         return {
@@ -107,7 +148,9 @@ def make_plan(question: Question) -> Plan:
     """Return the fastest way that fits the memory, else the most frugal one; raise if no mesh or route exists."""
     shape = question.shape
     if shape.placed_tokens > question.length:
-        options = ", ".join(f"{tower.units:,} of {tower.modality}" for tower in shape.towers)
+        options = ", ".join(
+            f"{tower.units:,} of {tower.modality}" for tower in shape.towers
+        )
         raise ConfigError(
             f"--length {question.length}: what it holds ({options}) makes {shape.placed_tokens:,} tokens alone; give "
             "more, or fewer or smaller images"
@@ -117,7 +160,9 @@ def make_plan(question: Question) -> Plan:
     if longest and longest.length < shape.placed_tokens:  # which it cannot hold
         longest = None
     folds = question.folds or (longest.folds if longest else 1)
-    setting = fastest or min(_settings(replace(question, folds=folds)), key=partial(_shortage, question))
+    setting = fastest or min(
+        _settings(replace(question, folds=folds)), key=partial(_shortage, question)
+    )
     memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     return Plan(
         question=question,
@@ -130,11 +175,16 @@ def make_plan(question: Question) -> Plan:
     )
 
 
-def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, int] | None:
+def _smallest_change(
+    question: Question, longest: Setting | None
+) -> tuple[str, int] | None:
     """Return the first option with which a question fits, and its peak bytes: dtype, devices, adapters, shorter."""
     counts = [times * question.devices for times in (2, 4, 8)]
     twice, *more = [(f"--devices {count}", {"devices": count}) for count in counts]
-    tried: list[tuple[str, dict[str, Any]]] = [("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}), twice]
+    tried: list[tuple[str, dict[str, Any]]] = [
+        ("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}),
+        twice,
+    ]
     if not question.shape.lora and not question.shape.sees:
         tried.append((f"--lora {_RANK}", {"shape": question.shape.adapted(_RANK)}))
     if question.folds == 1 and question.device.host_bandwidth:
@@ -150,7 +200,9 @@ def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, 
         except RingspanError:  # no mesh of so many devices, or with so few tokens
             continue
         if setting is not None:
-            return option.replace("folds 0", f"folds {setting.folds}"), training_memory(other.shape, setting).peak_bytes
+            return option.replace("folds 0", f"folds {setting.folds}"), training_memory(
+                other.shape, setting
+            ).peak_bytes
     return None
 
 
@@ -162,7 +214,12 @@ def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
 
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:
     """Return a step's seconds plus 3% per gain that only a time model promises: routes, tp, micro-batches, host."""
-    others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
+    others = (
+        setting.route != "ring",
+        setting.tp > 1,
+        setting.batch > 1,
+        setting.offload != "none",
+    )
     return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
 
 
@@ -188,13 +245,19 @@ class _Race:
 
     def is_lost(self, setting: Setting) -> bool:
         """Return whether it is no faster even with attention shared evenly and nothing sent for it."""
-        return weighed_seconds(setting, self._question.step_cost(setting, even_passes)) >= self._seconds
+        return (
+            weighed_seconds(setting, self._question.step_cost(setting, even_passes))
+            >= self._seconds
+        )
 
 
 def _fastest(question: Question) -> Setting | None:
     """Return the smallest rings' fastest fitting policy per tp; other routes if the ring waits or has windows."""
     if question.folds == 0:
-        return next(filter(None, (_fastest(replace(question, folds=folds)) for folds in FOLDS)), None)
+        return next(
+            filter(None, (_fastest(replace(question, folds=folds)) for folds in FOLDS)),
+            None,
+        )
     race = _Race(question)
     rings: dict[int, set[int]] = {}
     others: list[Setting] = []
@@ -212,15 +275,21 @@ def _fastest(question: Question) -> Setting | None:
     return race.fastest
 
 
-def _time_mesh(race: _Race, question: Question, mesh: Setting) -> tuple[bool, list[Setting]]:
+def _time_mesh(
+    race: _Race, question: Question, mesh: Setting
+) -> tuple[bool, list[Setting]]:
     """Time the ring, or the first fitting route; return whether it fits without host moments, and what else to try."""
     named = product(routes(question, mesh), layouts(mesh.ring))
     ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
     has_windows = any(question.shape.layer_windows)
     for way in [way for way in ways if way.layout == mesh.layout]:
         ways.remove(way)
-        timed = {setting: race.time(setting) for setting in _fastest_policies(question, way)}
-        setting = next((setting for setting in timed if not setting.optimizer_on_host), None)
+        timed = {
+            setting: race.time(setting) for setting in _fastest_policies(question, way)
+        }
+        setting = next(
+            (setting for setting in timed if not setting.optimizer_on_host), None
+        )
         if setting is None:
             continue
         waits = timed[setting].compute_seconds < WORTH_IT * timed[setting].seconds
@@ -232,7 +301,10 @@ def _time_mesh(race: _Race, question: Question, mesh: Setting) -> tuple[bool, li
 
 def _is_hopeless(question: Question, mesh: Setting) -> bool:
     """Return whether no policy fits on any route; the most frugal ones are asked first."""
-    return all(question.exceeds_on_any_route(replace(mesh, **policy)) for policy in reversed(policies(question)))
+    return all(
+        question.exceeds_on_any_route(replace(mesh, **policy))
+        for policy in reversed(policies(question))
+    )
 
 
 def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Setting]:
@@ -252,7 +324,10 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
     """Yield the first policy that fits on the device (segments first), and one per help of the host unless as fast."""
-    for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
+    for _, group in groupby(
+        policies(question),
+        lambda policy: (policy["offload"], policy["optimizer_on_host"]),
+    ):
         candidates = list(group)
         frugal = replace(setting, **candidates[-1])
         if frugal.offload == "none" and not question.fits(frugal):

@@ -26,7 +26,11 @@ _LAYOUTS: Final = {
 
 
 def needs(setting: Setting) -> str:
-    parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
+    parts = [
+        f"ring {setting.ring}",
+        f"tp {setting.tp}" if setting.tp > 1 else "",
+        f"route {setting.route}",
+    ]
     parts += [f"checkpoint {setting.checkpoint}"]
     if setting.folds > 1:
         parts.append(f"{setting.folds} folds")
@@ -41,7 +45,13 @@ def needs(setting: Setting) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, longest: Setting | None) -> Iterator[str]:
+def why(
+    question: Question,
+    setting: Setting,
+    memory: Memory,
+    cost: StepCost,
+    longest: Setting | None,
+) -> Iterator[str]:
     """Yield a sentence each: mesh, route, micro-batch, policy (or what would fit), the peak, the links."""
     shape, device = question.shape, question.device
     if not question.fits(setting):
@@ -80,7 +90,9 @@ def about_positions(shape: ModelShape, length: int) -> Iterator[str]:
         )
 
 
-def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
+def _what_would_fit(
+    question: Question, setting: Setting, memory: Memory, longest: Setting | None
+) -> Iterator[str]:
     shape, device = question.shape, question.device
     short = f"{shown_bytes(memory.needed_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
     if memory.needed_bytes <= device.memory_bytes:
@@ -116,11 +128,21 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
         yield "the sequence fits one device: a ring would only add communication"
         return
     if setting.ring * setting.tp == question.devices and question.batch == 1:
-        alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINT_NAMES[-1])
+        alone = replace(
+            setting,
+            ring=1,
+            route="ring",
+            layout="contiguous",
+            checkpoint=CHECKPOINT_NAMES[-1],
+        )
         if training_memory(shape, alone).needed_bytes <= device.memory_bytes:
             yield "the sequence would fit one device; the ring only makes it faster, since one sequence has no replicas"
             return
-    smaller = [mesh for mesh in meshes(question) if mesh.tp == setting.tp and mesh.ring < setting.ring]
+    smaller = [
+        mesh
+        for mesh in meshes(question)
+        if mesh.tp == setting.tp and mesh.ring < setting.ring
+    ]
     if smaller:
         yield f"a ring of {smaller[-1].ring} x {smaller[-1].replicate} replicas does not fit, or is slower"
     else:
@@ -128,7 +150,9 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
         yield f"a batch of {sequences} on {question.devices} devices leaves no smaller ring than {setting.ring}"
 
 
-def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+def _why_this_route(
+    question: Question, setting: Setting, cost: StepCost
+) -> Iterator[str]:
     if setting.ring == 1:
         return
     shape, device = question.shape, question.device
@@ -144,25 +168,38 @@ def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Ite
         yield f"route {setting.route}, {chosen}: {error}"
         return
     need = training_memory(shape, around).needed_bytes
-    verb = "would take" if need <= device.memory_bytes else f"would need {shown_bytes(need)} and take"
+    verb = (
+        "would take"
+        if need <= device.memory_bytes
+        else f"would need {shown_bytes(need)} and take"
+    )
     yield (
         f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} per step, around the ring it {verb} "
         f"{shown_seconds(other)}"
     )
 
 
-def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+def _why_this_split(
+    question: Question, setting: Setting, cost: StepCost
+) -> Iterator[str]:
     shape = question.shape
     if shape.unsplit and question.devices > 1:
         yield f"no tensor parallelism was weighed: {shape.unsplit}"
     if setting.tp == 1:
         return
     sums = cost.tensor_bytes / question.device.bandwidth(setting.tp)
-    merged = [mesh for mesh in meshes(question) if mesh.tp == 1 and mesh.ring == setting.ring * setting.tp]
+    merged = [
+        mesh
+        for mesh in meshes(question)
+        if mesh.tp == 1 and mesh.ring == setting.ring * setting.tp
+    ]
     without = ""
     for mesh in merged[:1]:
         other = replace(setting, tp=1, ring=mesh.ring, route="ring")
-        need, seconds = training_memory(shape, other).peak_bytes, question.step_cost(other).seconds
+        need, seconds = (
+            training_memory(shape, other).peak_bytes,
+            question.step_cost(other).seconds,
+        )
         without = f"; a ring of {mesh.ring} without it would need {shown_bytes(need)} and take {shown_seconds(seconds)}"
     yield (
         f"tp {setting.tp}: heads, feed-forward and vocabulary are split over neighbours of a node, whose sums take "
@@ -170,7 +207,9 @@ def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Ite
     )
 
 
-def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+def _why_this_micro_batch(
+    question: Question, setting: Setting, cost: StepCost
+) -> Iterator[str]:
     if setting.batch > 1:
         one = question.step_cost(replace(setting, batch=1))
         yield (
@@ -182,8 +221,12 @@ def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) 
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINT_NAMES[: CHECKPOINT_NAMES.index(setting.checkpoint)]:
-        kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
-        need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).needed_bytes
+        kept = (
+            {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
+        )
+        need = training_memory(
+            shape, replace(setting, checkpoint=faster, **kept)
+        ).needed_bytes
         if need > budget:
             yield f"checkpoint={faster!r} would need {shown_bytes(need)}"
         else:
@@ -221,7 +264,11 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
     shape = question.shape
     kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
     pools = any(kind.index and kind.index.window for kind in shape.kinds)
-    if setting.checkpoint == "none" and shape.streams > 1 and (pools or any(kind.scan for kind in kinds)):
+    if (
+        setting.checkpoint == "none"
+        and shape.streams > 1
+        and (pools or any(kind.scan for kind in kinds))
+    ):
         yield (
             "without checkpoints, layers with states or pooled entries, whose hidden states are in several streams, "
             "keep more than is counted (on two ranks a small Qwen4-exp 44%, in PyTorch code, a DeepSeek-V4 4%): leave "
@@ -231,7 +278,9 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
         return
     if setting.ring > 1:
         split = Layout(setting.layout, setting.length, setting.ring)
-        sent = sum(max(state_bytes(split, kind, setting.number_bytes)) for kind in kinds)
+        sent = sum(
+            max(state_bytes(split, kind, setting.number_bytes)) for kind in kinds
+        )
         yield (
             f"{len(kinds)} of {shape.layers} layers have states or convolutions: a rank sends {shown_bytes(sent)} per "
             "sequence and step for them, at any length"
@@ -253,7 +302,11 @@ def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
             f"{sum(shape.tower_layers) + shape.tower_root:,} parameters are counted"
         )
         return
-    names = {"image": "images", "video": "frames, or pairs of them that a tower joins", "audio": "windows of sound"}
+    names = {
+        "image": "images",
+        "video": "frames, or pairs of them that a tower joins",
+        "audio": "windows of sound",
+    }
     for tower in shape.towers:
         yield (
             f"{tower.units:,} {names[tower.modality]} make {tower.tokens:,} of {question.length:,} tokens; a rank's "
@@ -274,7 +327,9 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
     if setting.ring > 1 and setting.route == "ring":
         span = setting.ring * setting.tp
         where = "inside a node" if span <= device.devices_per_node else "between nodes"
-        needed = block_tokens_for_overlap(question.shape, setting, device, device.bandwidth(span))
+        needed = block_tokens_for_overlap(
+            question.shape, setting, device, device.bandwidth(span)
+        )
         have = setting.tokens // setting.batch
         said, only, remedy = "keep up", "and", ""
         if have < needed:
@@ -289,10 +344,15 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
         yield f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
 
 
-def _about_folds(question: Question, setting: Setting, cost: StepCost, longest: Setting | None) -> Iterator[str]:
+def _about_folds(
+    question: Question, setting: Setting, cost: StepCost, longest: Setting | None
+) -> Iterator[str]:
     if setting.folds == 1:
         return
-    local, where = question.shape.split(setting.tp), "device" if setting.offload == "none" else "host"
+    local, where = (
+        question.shape.split(setting.tp),
+        "device" if setting.offload == "none" else "host",
+    )
     each = per_token(local.counted(local.layers), setting)
     yield (
         f"between folds, up to {shown_bytes(most_waiting(local, setting))} a device wait on the {where}: "

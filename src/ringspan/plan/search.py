@@ -24,7 +24,13 @@ from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"
 # More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.
-MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "prompt": 1 << 40, "new_tokens": 1 << 40, "batch": 1 << 30}
+MOST: Final = {
+    "devices": 1 << 20,
+    "length": 1 << 40,
+    "prompt": 1 << 40,
+    "new_tokens": 1 << 40,
+    "batch": 1 << 30,
+}
 FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # that are searched
 
 
@@ -32,7 +38,9 @@ def check_sizes(question: object) -> None:
     """Raise ConfigError for a number of a question that is out of bounds."""
     for name, most in MOST.items():
         if not 1 <= (value := getattr(question, name, 1)) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +81,15 @@ class Question:
 
     def limit(self, longest: Setting) -> str:
         """Return what has no room for one more token per rank: host or device."""
-        more = replace(longest, length=longest.length + Layout(longest.layout, 1, longest.ring).granularity)
+        more = replace(
+            longest,
+            length=longest.length + Layout(longest.layout, 1, longest.ring).granularity,
+        )
         return "device" if self.host_shortage(more) is None else "host"
 
-    def step_cost(self, setting: Setting, attention: Passes = attention_passes) -> StepCost:
+    def step_cost(
+        self, setting: Setting, attention: Passes = attention_passes
+    ) -> StepCost:
         return step_cost(self.shape, setting, self.device, self.batch, attention)
 
     def exceeds_on_any_route(self, setting: Setting) -> bool:
@@ -84,7 +97,10 @@ class Question:
         on_device = training_memory(self.shape, setting)
         if self.host_shortage(setting) is not None:
             return True
-        return on_device.needed_bytes > self.device.memory_bytes and on_device.moment != ATTENTION_MOMENT
+        return (
+            on_device.needed_bytes > self.device.memory_bytes
+            and on_device.moment != ATTENTION_MOMENT
+        )
 
 
 @lru_cache(maxsize=256)
@@ -92,7 +108,11 @@ def meshes(question: Question) -> tuple[Setting, ...]:
     """Return a plain setting per valid mesh of all devices, small rings without tensor parallelism first, or raise."""
     found: list[Setting] = []
     refusal: UnsupportedError | LayoutError | None = None
-    sizes = [tp for tp in divisors(question.devices) if tp == 1 or question.device.devices_per_node % tp == 0]
+    sizes = [
+        tp
+        for tp in divisors(question.devices)
+        if tp == 1 or question.device.devices_per_node % tp == 0
+    ]
     for tp in filter(question.shape.can_split, sizes):
         for ring in divisors(question.devices // tp):
             setting = Setting(
@@ -111,7 +131,9 @@ def meshes(question: Question) -> tuple[Setting, ...]:
             if question.batch % setting.replicate or question.length < granularity:
                 continue
             try:
-                given = replace(setting, route="ring" if question.route == AUTO else question.route)
+                given = replace(
+                    setting, route="ring" if question.route == AUTO else question.route
+                )
                 check_setting(question.shape, given)
                 check_full_folds(given.layout, given.length, given.ring, given.folds)
                 found.append(given)
@@ -136,8 +158,9 @@ def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     if question.route != AUTO:
         return (question.route,)
     if question.shape.has_index:  # the keys of which come straight from all ranks
+        # ones that ranks of a ring share by heads do not go with folds
         return ("ring",)
-    if setting.ring == 1 or question.folds != 1:  # ones that ranks of a ring share by heads do not go with folds
+    if setting.ring == 1 or question.folds != 1:
         return ("ring",)
     # Queries are sent as they are: their ring has no use for a communication dtype of keys.
     queries = ("pass-q",) if question.comm_dtype == "exact" else ()
@@ -146,11 +169,16 @@ def routes(question: Question, setting: Setting) -> tuple[str, ...]:
 
 def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
     kind = question.shape.split(setting.tp).attention
-    sizes = Shape(1, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, setting.number_bytes)
+    sizes = Shape(
+        1, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, setting.number_bytes
+    )
     per_node = max(1, question.device.devices_per_node // setting.tp)
     for route in other_routes(setting.ring, sizes, per_node):
         yield route
-        groups, members = setting.ring // Route.parse(route, setting.ring).ulysses, setting.ring // per_node
+        groups, members = (
+            setting.ring // Route.parse(route, setting.ring).ulysses,
+            setting.ring // per_node,
+        )
         if route == f"ulysses:{per_node}" and groups == members > 1:
             yield f"{route}+all-gather"
 
@@ -159,38 +187,63 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 def policies(question: Question) -> tuple[dict[str, Any], ...]:
     """Return what is kept for backward (and AdamW's moments), on device or host, from everything to the least."""
     has_host = question.device.host_bandwidth > 0
-    hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
+    hosts = (
+        product((False, True), ("none", "activations"))
+        if has_host
+        else [(False, "none")]
+    )
     segments = segment_sizes(question.shape.layers)
     found: list[dict[str, Any]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINT_NAMES):
         if on_host and question.optimizer_state != "float32":
             continue  # AdamW on the host packs no moments
-        where: dict[str, Any] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
+        where: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "offload": offload,
+            "optimizer_on_host": on_host,
+        }
         if checkpoint != "none":  # then chunks are free
             chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]
         else:
-            chosen = [(1, chunk) for chunk in (0, FREE_CHUNK_TOKENS) if offload == "none"]
-        found += [where | {"layers_per_checkpoint": n, "feedforward_chunk_tokens": chunk} for n, chunk in chosen]
+            chosen = [
+                (1, chunk) for chunk in (0, FREE_CHUNK_TOKENS) if offload == "none"
+            ]
+        found += [
+            where | {"layers_per_checkpoint": n, "feedforward_chunk_tokens": chunk}
+            for n, chunk in chosen
+        ]
     return tuple(found)
 
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
     """Return the ring of all devices that holds the longest sequence, and its length; None if none does."""
     if question.folds == 0:
-        found = [longest_setting(replace(question, folds=folds), devices) for folds in FOLDS]
-        return max(filter(None, found), key=lambda setting: setting.length, default=None)
+        found = [
+            longest_setting(replace(question, folds=folds), devices) for folds in FOLDS
+        ]
+        return max(
+            filter(None, found), key=lambda setting: setting.length, default=None
+        )
     devices = devices or question.devices
-    asked = replace(question, devices=devices, batch=1, length=2 * devices * question.folds)  # a token in each chunk
+    # a token in each chunk
+    asked = replace(
+        question, devices=devices, batch=1, length=2 * devices * question.folds
+    )
     best, length = None, 0
     segment = frugal_segment(question.shape.layers)
     for mesh in meshes(asked):
         if mesh.replicate > 1:
+            # those that hold most first: the others then fail at once
             continue
-        for policy in reversed(policies(question)):  # those that hold most first: the others then fail at once
+        for policy in reversed(policies(question)):
             # Offloaded, on the device there are only the inputs that are made again. Without a checkpoint a short
             # sequence may fit where chunks and segments, which hold a little of their own, do not.
             is_plain = policy["checkpoint"] == CHECKPOINT_NAMES[0]
-            if policy["offload"] == "none" and policy["layers_per_checkpoint"] != segment and not is_plain:
+            if (
+                policy["offload"] == "none"
+                and policy["layers_per_checkpoint"] != segment
+                and not is_plain
+            ):
                 continue
             longer = replace(mesh, length=length + 1, **policy)
             if question.exceeds_on_any_route(longer):
@@ -203,10 +256,15 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
     return best
 
 
-def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
+def longest(
+    setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1
+) -> int:
     """Return the most tokens of one sequence that fit, a multiple of the layout's granularity; 0 below ``at_least``."""
     step = Layout(setting.layout, 1, setting.ring).granularity
-    return step * largest(lambda steps: fits(replace(setting, length=steps * step)), max(1, -(-at_least // step)))
+    return step * largest(
+        lambda steps: fits(replace(setting, length=steps * step)),
+        max(1, -(-at_least // step)),
+    )
 
 
 def largest(holds: Callable[[int], bool], first: int = 1, *, digits: int = 64) -> int:

@@ -11,24 +11,43 @@ from ringspan.plan.search import Question
 
 def toml_tables(question: Question, setting: Setting) -> str:
     """Return a training file's tables except [model] and [data], without defaults."""
-    mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
-    optimizer: dict[str, Any] = {"batch_size": setting.batch, "accumulation_steps": setting.micro_steps(question.batch)}
+    mesh = {"ring": setting.ring, "replicate": setting.replicate} | (
+        {"tp": setting.tp} if setting.tp > 1 else {}
+    )
+    optimizer: dict[str, Any] = {
+        "batch_size": setting.batch,
+        "accumulation_steps": setting.micro_steps(question.batch),
+    }
     if setting.optimizer_on_host:
         optimizer["on_host"] = True
     if setting.optimizer_state != "float32":
         optimizer["state"] = setting.optimizer_state
-    tables = {"mesh": mesh, "attention": _sent(setting), "memory": _kept(setting), "optimizer": optimizer}
+    tables = {
+        "mesh": mesh,
+        "attention": _sent(setting),
+        "memory": _kept(setting),
+        "optimizer": optimizer,
+    }
     if question.shape.lora:
         tables["adapter"] = {"rank": question.shape.lora}
-    lines = ([f"[{name}]", *(f"{key} = {json.dumps(x)}" for key, x in table.items())] for name, table in tables.items())
+    lines = (
+        [f"[{name}]", *(f"{key} = {json.dumps(x)}" for key, x in table.items())]
+        for name, table in tables.items()
+    )
     return "\n\n".join(map("\n".join, lines))
 
 
-def train_command(question: Question, setting: Setting, file: str, *, documents: bool = False) -> str:
+def train_command(
+    question: Question, setting: Setting, file: str, *, documents: bool = False
+) -> str:
     """Return the command that trains with ``file``, with overrides for [model], [data] and packed ``documents``."""
-    start = start_command(f"ringspan train {file}", question.devices, question.device.devices_per_node)
+    start = start_command(
+        f"ringspan train {file}", question.devices, question.device.devices_per_node
+    )
     overrides = f"model.dtype={setting.compute_dtype} data.sequence_length_tokens={setting.length}"
-    return f"{start} \\\n    {overrides}" + (" data.documents=separate" if documents else "")
+    return f"{start} \\\n    {overrides}" + (
+        " data.documents=separate" if documents else ""
+    )
 
 
 def start_command(command: str, ranks: int, per_node: int) -> str:
@@ -36,8 +55,12 @@ def start_command(command: str, ranks: int, per_node: int) -> str:
     if ranks <= per_node:
         return f"{command} --nproc {ranks}"
     # As many on every node: the fewest nodes among which the ranks come out even.
-    nodes = next(nodes for nodes in range(-(-ranks // per_node), ranks + 1) if ranks % nodes == 0)
-    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} ... -m {command}"
+    nodes = next(
+        nodes for nodes in range(-(-ranks // per_node), ranks + 1) if ranks % nodes == 0
+    )
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} ... -m {command}"
+    )
 
 
 def mesh_call(mesh: Setting | Text) -> str:
@@ -64,13 +87,19 @@ def python_call(setting: Setting) -> str:
     if setting.optimizer_on_host:
         lines.append("optimizer = rs.HostAdamW(model.parameters())")
     if setting.optimizer_state != "float32":
-        lines.append(f"optimizer = torchao.optim.AdamW{setting.optimizer_state}(model.parameters())")
+        lines.append(
+            f"optimizer = torchao.optim.AdamW{setting.optimizer_state}(model.parameters())"
+        )
     return "\n".join(lines)
 
 
 def _sent(setting: Setting) -> dict[str, Any]:
     sent = {"layout": setting.layout, "route": setting.route}
-    return sent if setting.comm_dtype == "exact" else sent | {"comm_dtype": setting.comm_dtype}
+    return (
+        sent
+        if setting.comm_dtype == "exact"
+        else sent | {"comm_dtype": setting.comm_dtype}
+    )
 
 
 def _kept(setting: Setting) -> dict[str, Any]:
@@ -80,7 +109,9 @@ def _kept(setting: Setting) -> dict[str, Any]:
     if setting.folds > 1:
         kept["folds"] = setting.folds
     # With a checkpoint the default already cuts feed-forwards, where a model's can be cut for free.
-    if setting.feedforward_tokens != (0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS):
+    if setting.feedforward_tokens != (
+        0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS
+    ):
         kept["feedforward_chunk_tokens"] = setting.feedforward_tokens
     if setting.offload != "none":
         kept["offload"] = setting.offload

@@ -11,9 +11,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito (2008) with a brown and a violet for its yellow and black, which vanish on a light or a dark page.
-RANK_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A5C3E", "#7C3AED")
+RANK_COLOURS: Final = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#7A5C3E",
+    "#7C3AED",
+)
 INK, SOFT, GROUND, GRID, PAPER = "#1b1f24", "#57606a", "#eef1f4", "#d0d7de", "#ffffff"
-_DARK: Final = {INK: "#e6edf3", SOFT: "#9da7b3", GROUND: "#1c232c", GRID: "#3d444d", PAPER: "#0d1117"}
+_DARK: Final = {
+    INK: "#e6edf3",
+    SOFT: "#9da7b3",
+    GROUND: "#1c232c",
+    GRID: "#3d444d",
+    PAPER: "#0d1117",
+}
 
 # A style sheet of its own on top of the attributes, so that programs without style sheets show the light colours.
 _STYLE: Final = (
@@ -36,7 +51,8 @@ def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
     """Make an empty picture whose axes are its pixels, y downward; ``label`` is for screen readers."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72, label=label)  # SVG has 72 pixels to the inch
+    # SVG has 72 pixels to the inch
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72, label=label)
     return figure, panel(figure, (0, 0), (width, height), (0, width), (height, 0))
 
 
@@ -44,7 +60,11 @@ def panel(figure: "Figure", corner: Point, size: Point, x: Point, y: Point) -> "
     """Add bare axes from a corner in pixels from the upper left; ``x`` and ``y``: left, right, bottom, top."""
     width, height = figure.get_size_inches() * 72
     (left, top), (wide, high) = corner, size
-    axes = figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height), xlim=x, ylim=y)
+    axes = figure.add_axes(
+        (left / width, 1 - (top + high) / height, wide / width, high / height),
+        xlim=x,
+        ylim=y,
+    )
     axes.set_axis_off()
     return axes
 
@@ -56,10 +76,19 @@ def text(
     """Write words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible."""
     # Without mathematics: a dollar in a path or a name is a dollar.
     axes.text(
-        x, y, str(content), color=colour, ha=anchor, va="baseline", fontsize=size, parse_math=False,
-        fontweight="bold" if strong else "normal", rotation=rotation, rotation_mode="anchor",
+        x,
+        y,
+        str(content),
+        color=colour,
+        ha=anchor,
+        va="baseline",
+        fontsize=size,
+        parse_math=False,
+        fontweight="bold" if strong else "normal",
+        rotation=rotation,
+        rotation_mode="anchor",
         gid="halo|" if halo else None,
-    )  # fmt: skip
+    )
 
 
 def rectangle(
@@ -67,7 +96,16 @@ def rectangle(
     edge_width: float = 1, kind: str = "", title: str = "", opacity: float = 1.0,
 ) -> None:  # fmt: skip
     corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
-    polygons(axes, [corners], colour, edge=edge, edge_width=edge_width, kind=kind, title=title, opacity=opacity)
+    polygons(
+        axes,
+        [corners],
+        colour,
+        edge=edge,
+        edge_width=edge_width,
+        kind=kind,
+        title=title,
+        opacity=opacity,
+    )
 
 
 def polygons(
@@ -82,27 +120,64 @@ def polygons(
     closed = [Path([*shape, shape[0]], closed=True) for shape in shapes]
     axes.add_patch(
         PathPatch(
-            Path.make_compound_path(*closed), facecolor=to_rgba(colour, opacity) if colour != "none" else "none",
-            edgecolor=edge, linewidth=edge_width if edge != "none" else 0, clip_on=False,
-            gid=f"{kind}|{title}" if kind or title else None, in_layout=kind != "spot",  # which the axes enclose
+            Path.make_compound_path(*closed),
+            facecolor=to_rgba(colour, opacity) if colour != "none" else "none",
+            edgecolor=edge,
+            linewidth=edge_width if edge != "none" else 0,
+            clip_on=False,
+            gid=f"{kind}|{title}" if kind or title else None,
+            in_layout=kind != "spot",  # which the axes enclose
         )
-    )  # fmt: skip
+    )
 
 
-def line(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, width: float = 1, **more: Any) -> None:
-    axes.plot(x, y, color=colour, linewidth=width, clip_on=False, scalex=False, scaley=False, **more)
+def line(
+    axes: "Axes",
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: str,
+    width: float = 1,
+    **more: Any,
+) -> None:
+    axes.plot(
+        x,
+        y,
+        color=colour,
+        linewidth=width,
+        clip_on=False,
+        scalex=False,
+        scaley=False,
+        **more,
+    )
 
 
 def dot(axes: "Axes", at: Point, colour: str, width: float, title: str = "") -> None:
     # A round line end, not a marker: SVG has markers by reference, whose ids of several pictures of a page would clash.
-    line(axes, 2 * at[:1], 2 * at[1:], colour, width, solid_capstyle="round", gid=f"dot|{title}")
+    line(
+        axes,
+        2 * at[:1],
+        2 * at[1:],
+        colour,
+        width,
+        solid_capstyle="round",
+        gid=f"dot|{title}",
+    )
 
 
 def spots(axes: "Axes", edges: Sequence[float], titles: Iterable[str]) -> None:
     """Draw hover stripes between neighbouring edges, over the axes' full height, otherwise invisible."""
     bottom, top = axes.get_ylim()
     for start, stop, title in zip(edges[:-1], edges[1:], titles, strict=True):
-        rectangle(axes, start, bottom, stop - start, top - bottom, "none", kind="spot", title=title)
+        rectangle(
+            axes,
+            start,
+            bottom,
+            stop - start,
+            top - bottom,
+            "none",
+            kind="spot",
+            title=title,
+        )
 
 
 def dress(axes: "Axes", x_label: str, y_label: str, size: float = 10) -> None:
@@ -126,13 +201,22 @@ def svg(figure: "Figure") -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringspan"}):
         figure.savefig(written, format="svg", dpi=72, transparent=True)
     # matplotlib's own style sheet and definitions go: pictures share a page, where their ids would clash.
-    body = written.getvalue().rpartition("</style>")[2].partition("</defs>")[2].rpartition("</svg>")[0]
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL).replace("; stroke-linejoin: miter", "")
+    body = (
+        written.getvalue()
+        .rpartition("</style>")[2]
+        .partition("</defs>")[2]
+        .rpartition("</svg>")[0]
+    )
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL).replace(
+        "; stroke-linejoin: miter", ""
+    )
     body = re.sub(r">\s+<", "><", body)
     body = re.sub(r'<g id="[^"]*"/>', "", body)
     body = re.sub(r'<g id="([^"]*)">', _opened, body)
     body = re.sub(r' d="([^"]*)"', lambda found: f' d="{_rounded(found[1])}"', body)
-    body = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", body).replace("font: bold", "font: 600")
+    body = re.sub(
+        r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", body
+    ).replace("font: bold", "font: 600")
     width, height = figure.get_size_inches() * 72
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" class="ringspan" role="img" '
@@ -145,9 +229,15 @@ def _opened(found: re.Match[str]) -> str:
     kind, bar, title = found[1].partition("|")
     if not bar:
         return "<g>"
-    return (f'<g class="{kind}">' if kind else "<g>") + (f"<title>{title}</title>" if title else "")
+    return (f'<g class="{kind}">' if kind else "<g>") + (
+        f"<title>{title}</title>" if title else ""
+    )
 
 
 def _rounded(path: str) -> str:
-    path = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".rstrip("0").rstrip("."), path)
+    path = re.sub(
+        r"\d+\.\d{2,}",
+        lambda found: f"{float(found[0]):.1f}".rstrip("0").rstrip("."),
+        path,
+    )
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", path)

@@ -30,14 +30,23 @@ def _names(results: Sequence[Result]) -> list[str]:
     return short_names([str(result["model"]) for result in results])
 
 
-def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: str = "") -> None:
+def write_page(
+    results: Sequence[dict[str, Any]], path: Path, line: str, about: str = ""
+) -> None:
     """Write a task's page, a result per model, whole or not at all; ``line`` is the command line."""
     is_map = any("depth" in row for result in results for row in result["rows"])
     said = (
-        "Point at a cell for its 95% interval." if is_map else "Bands are 95% intervals. Point at a curve for values."
+        "Point at a cell for its 95% interval."
+        if is_map
+        else "Bands are 95% intervals. Point at a curve for values."
     )
-    figure = element("figure", drawn(picture, results), element("figcaption", said), class_="map")
-    tables = (_section(name, result) for name, result in zip(_names(results), results, strict=True))
+    figure = element(
+        "figure", drawn(picture, results), element("figcaption", said), class_="map"
+    )
+    tables = (
+        _section(name, result)
+        for name, result in zip(_names(results), results, strict=True)
+    )
     lead = element("p", escape(about), class_="lead task")
     style = ".map svg { max-width: 640px } .task { max-width: 60rem }"
     title = f"ringspan eval {results[0]['task']}"
@@ -46,24 +55,49 @@ def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: 
 
 def _section(name: str, result: dict[str, Any]) -> str:
     heads, rows = cells(result["rows"])
-    skipped = (f"Skipped: {each['length']:,} tokens, {each['why']}." for each in result["skipped"])
-    drawn_by = f", seed {result['seed']}" if result["task"] != "perplexity" else ""  # whose documents are not drawn
-    where, *notes = (element("p", escape(each), class_="soft") for each in (f"{result['model']}{drawn_by}", *skipped))
-    return section(name, where, table(rows, heads, class_="numbers"), *notes, name=f"model-{name}")
+    skipped = (
+        f"Skipped: {each['length']:,} tokens, {each['why']}."
+        for each in result["skipped"]
+    )
+    # whose documents are not drawn
+    drawn_by = f", seed {result['seed']}" if result["task"] != "perplexity" else ""
+    where, *notes = (
+        element("p", escape(each), class_="soft")
+        for each in (f"{result['model']}{drawn_by}", *skipped)
+    )
+    return section(
+        name, where, table(rows, heads, class_="numbers"), *notes, name=f"model-{name}"
+    )
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return heads and cells: loss by position, or accuracy by length, and by depth if rows have it."""
     if any("loss" in row for row in rows):
-        heads = ["positions", "nats per token", "95% interval", "bits per byte", "documents"]
+        heads = [
+            "positions",
+            "nats per token",
+            "95% interval",
+            "bits per byte",
+            "documents",
+        ]
         return heads, [
-            [f"{row['start']:,} to {row['length'] - 1:,}", f"{row['loss']:.4f}", *_interval(row), f"{row['items']:,}"]
+            [
+                f"{row['start']:,} to {row['length'] - 1:,}",
+                f"{row['loss']:.4f}",
+                *_interval(row),
+                f"{row['items']:,}",
+            ]
             for row in rows
         ]
     depth = ["depth"] * any("depth" in row for row in rows)
     heads = ["tokens", *depth, "accuracy", "95% interval", "items"]
     return heads, [
-        [f"{row['length']:,}", *(f"{row[name]:g}" for name in depth), *_accuracy(row), f"{row['items']:,}"]
+        [
+            f"{row['length']:,}",
+            *(f"{row[name]:g}" for name in depth),
+            *_accuracy(row),
+            f"{row['items']:,}",
+        ]
         for row in rows
     ]
 
@@ -74,7 +108,9 @@ def _accuracy(row: Result) -> tuple[str, str]:
 
 def _interval(row: Result) -> tuple[str, str]:
     interval = "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
-    return interval, "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+    return interval, "-" if row[
+        "bits_per_byte"
+    ] is None else f"{row['bits_per_byte']:.4f}"
 
 
 def picture(results: Sequence[Result]) -> "Figure":
@@ -94,13 +130,22 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
         figure.savefig(path, dpi=144, facecolor=PAPER)
 
 
-def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
+def curves(
+    results: Sequence[Result],
+    name: str,
+    x_label: str,
+    y_label: str,
+    unit: str = "tokens",
+) -> "Figure":
     """Draw a curve per model over lengths (logarithmic), with its 95% interval, and values on hover."""
     names = _names(results)
     left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
     legend = bottom + 58
     spoken = "; ".join(
-        f"{model}: " + ", ".join(f"{_value(row[name], name)} at {row['length']:,}" for row in result["rows"])
+        f"{model}: "
+        + ", ".join(
+            f"{_value(row[name], name)} at {row['length']:,}" for row in result["rows"]
+        )
         for model, result in zip(names, results, strict=True)
     )
     label = f"{y_label} by {x_label}. {spoken}."
@@ -109,7 +154,9 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
     lengths = sorted({row["length"] for row in rows})
     room = 0.25 if len(lengths) == 1 else 0.0
     across = (lengths[0] * (1 - room), lengths[-1] * (1 + room))
-    axes = draw.panel(figure, (left, top), (right - left, bottom - top), across, _limits(rows, name))
+    axes = draw.panel(
+        figure, (left, top), (right - left, bottom - top), across, _limits(rows, name)
+    )
     axes.set_xscale("log", base=2)
     axes.set_axis_on()
     draw.dress(axes, x_label, y_label, 12)
@@ -122,22 +169,48 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
         colour, rows = RANK_COLOURS[at % len(RANK_COLOURS)], result["rows"]
         sure = [row for row in rows if row["low"] is not None]
         if len(sure) > 1:
-            band = [(row["length"], row["high"]) for row in sure] + [(row["length"], row["low"]) for row in sure[::-1]]
+            band = [(row["length"], row["high"]) for row in sure] + [
+                (row["length"], row["low"]) for row in sure[::-1]
+            ]
             draw.polygons(axes, [band], colour, opacity=0.16, kind="band")
         elif sure:
-            draw.line(axes, 2 * [sure[0]["length"]], (sure[0]["low"], sure[0]["high"]), colour, 1)
+            draw.line(
+                axes,
+                2 * [sure[0]["length"]],
+                (sure[0]["low"], sure[0]["high"]),
+                colour,
+                1,
+            )
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
         values = [row[name] for row in rows]
-        draw.line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
+        draw.line(
+            axes,
+            [row["length"] for row in rows],
+            values,
+            colour,
+            2,
+            gid="curve|",
+            **style,
+        )
         for row in rows:
             draw.dot(axes, (row["length"], row[name]), colour, 6)
-        draw.line(ground, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
+        draw.line(
+            ground,
+            (left, left + 18),
+            (legend + 18 * at, legend + 18 * at),
+            colour,
+            3,
+            **style,
+        )
         draw.text(ground, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
     draw.spots(
         axes,
         [across[0], *middles, across[1]],
-        (f"{length:,} {unit}. {_values(names, results, name, length)}" for length in lengths),
+        (
+            f"{length:,} {unit}. {_values(names, results, name, length)}"
+            for length in lengths
+        ),
     )
     return figure
 
@@ -146,7 +219,10 @@ def maps(results: Sequence[Result]) -> "Figure":
     """Draw a map per model: a column per length, a row per depth, accuracy as colour and number."""
     names = _names(results)
     rows = [row for result in results for row in result["rows"]]
-    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    lengths, depths = (
+        sorted({row["length"] for row in rows}),
+        sorted({row["depth"] for row in rows}),
+    )
     wide, high = _CELL
     block = 30 + high * len(depths) + 40
     spoken = "; ".join(
@@ -155,7 +231,9 @@ def maps(results: Sequence[Result]) -> "Figure":
         if result["rows"]
     )
     width = max(_LEFT + wide * len(lengths) + 16, 300)
-    figure, ground = draw.canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
+    figure, ground = draw.canvas(
+        width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}."
+    )
     for at, (model, result) in enumerate(zip(names, results, strict=True)):
         top = block * at + 30
         bottom = top + high * len(depths)
@@ -163,40 +241,97 @@ def maps(results: Sequence[Result]) -> "Figure":
         found = {(row["length"], row["depth"]): row for row in result["rows"]}
         for down, depth in enumerate(depths):
             y = top + down * high
-            draw.text(ground, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
+            draw.text(
+                ground,
+                _LEFT - 10,
+                y + high / 2 + 4,
+                f"{depth:.0%}",
+                SOFT,
+                "right",
+                size=11,
+            )
             for over, length in enumerate(lengths):
                 _cell(ground, _LEFT + over * wide, y, found.get((length, depth)), model)
         for over, length in enumerate(lengths):
-            draw.text(ground, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
+            draw.text(
+                ground,
+                _LEFT + (over + 0.5) * wide,
+                bottom + 16,
+                _short(length),
+                SOFT,
+                "center",
+                size=11,
+            )
         draw.text(ground, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
-        draw.text(ground, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
+        draw.text(
+            ground,
+            18,
+            top + high * len(depths) / 2,
+            "depth",
+            SOFT,
+            "center",
+            size=11,
+            rotation=90,
+        )
     return figure
 
 
 def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
     wide, high = _CELL
     if row is None:
-        draw.rectangle(ground, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
+        draw.rectangle(
+            ground,
+            x + 1,
+            y + 1,
+            wide - 2,
+            high - 2,
+            GRID,
+            kind="cell",
+            title=f"{model}: not measured",
+        )
         return
     value = row["accuracy"]
     said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row)}"
     draw.rectangle(
-        ground, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
+        ground,
+        x + 1,
+        y + 1,
+        wide - 2,
+        high - 2,
+        RANK_COLOURS[0],
+        opacity=0.06 + 0.94 * value,
+        kind="cell",
+        title=said,
     )
     # White on the full colour in both schemes; the ground's own ink where its ground shines through.
     colour = "#fffffe" if value >= _DARK_FROM else INK
-    draw.text(ground, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
+    draw.text(
+        ground,
+        x + wide / 2,
+        y + high / 2 + 4,
+        f"{value:.0%}",
+        colour,
+        "center",
+        size=11,
+    )
 
 
 def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:
     if name == "accuracy":
         return -0.02, 1.02
-    values = [value for row in rows for value in (row[name], row["low"], row["high"]) if value is not None]
+    values = [
+        value
+        for row in rows
+        for value in (row[name], row["low"], row["high"])
+        if value is not None
+    ]
     room = (max(values) - min(values)) / 12 or 0.1
     return min(values) - room, max(values) + room
 
 
-def _values(names: Sequence[str], results: Sequence[Result], name: str, length: int) -> str:
+def _values(
+    names: Sequence[str], results: Sequence[Result], name: str, length: int
+) -> str:
     return "; ".join(
         f"{model}: {_sure(row, name)}"
         for model, result in zip(names, results, strict=True)
@@ -206,7 +341,11 @@ def _values(names: Sequence[str], results: Sequence[Result], name: str, length: 
 
 
 def _sure(row: Result, name: str = "accuracy") -> str:
-    interval = "" if row["low"] is None else f" ({_value(row['low'], name)} to {_value(row['high'], name)})"
+    interval = (
+        ""
+        if row["low"] is None
+        else f" ({_value(row['low'], name)} to {_value(row['high'], name)})"
+    )
     return f"{_value(row[name], name)}{interval}, n = {row['items']}"
 
 

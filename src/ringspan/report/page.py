@@ -26,7 +26,12 @@ _CSS: Final = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 def page(title: str, *parts: str, style: str = "", has_script: bool = False) -> str:
     """Return a page of a heading and parts; ``style`` is added to the common one."""
     policy = "; script-src 'unsafe-inline'" if has_script else ""
-    head = element("head", _HEAD.format(policy=policy), element("title", escape(title)), element("style", _CSS + style))
+    head = element(
+        "head",
+        _HEAD.format(policy=policy),
+        element("title", escape(title)),
+        element("style", _CSS + style),
+    )
     body = element("body", element("main", element("h1", escape(title)), *parts))
     return "<!doctype html>\n" + element("html", head, body, lang="en")
 
@@ -44,7 +49,8 @@ def write_whole(path: Path, content: str) -> None:
 def element(tag: str, *children: str, **attributes: object) -> str:
     """Return an element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
     written = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for name, value in attributes.items()
     )
     return f"<{tag}{written}>{''.join(children)}</{tag}>"
 
@@ -53,18 +59,40 @@ def escaped(value: object, most: int = MAX_CHARACTERS) -> str:
     """Escape any value as text of bounded length; unprintable characters become a mark."""
     said = str(value)
     said = said if len(said) <= most else said[: most - 1] + "…"
-    return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in said))
+    return escape(
+        "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in said)
+    )
 
 
-def table(rows: Iterable[Sequence[object]], heads: Sequence[str] = (), caption: str = "", class_: str = "") -> str:
+def table(
+    rows: Iterable[Sequence[object]],
+    heads: Sequence[str] = (),
+    caption: str = "",
+    class_: str = "",
+) -> str:
     """Return a table, the first cell of each row its head; cells are any values."""
-    top = element("thead", element("tr", *(element("th", each, scope="col") for each in heads))) if heads else ""
+    top = (
+        element(
+            "thead",
+            element("tr", *(element("th", each, scope="col") for each in heads)),
+        )
+        if heads
+        else ""
+    )
     body = (
-        element("tr", element("th", escaped(first), scope="row"), *(element("td", escaped(cell)) for cell in cells))
+        element(
+            "tr",
+            element("th", escaped(first), scope="row"),
+            *(element("td", escaped(cell)) for cell in cells),
+        )
         for first, *cells in rows
     )
     title = element("caption", caption) if caption else ""
-    return element("div", element("table", title, top, element("tbody", *body), class_=class_), class_="scroll")
+    return element(
+        "div",
+        element("table", title, top, element("tbody", *body), class_=class_),
+        class_="scroll",
+    )
 
 
 def section(title: str, *parts: str, name: str) -> str:
@@ -73,12 +101,18 @@ def section(title: str, *parts: str, name: str) -> str:
 
 
 def command(line: str) -> str:
-    return section("Command", element("pre", element("code", escaped(line, 10_000))), name="command")
+    return section(
+        "Command",
+        element("pre", element("code", escaped(line, 10_000))),
+        name="command",
+    )
 
 
 def picture(draw: "Callable[..., Figure | None]", *arguments: object) -> str:
     """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
     if not installed("matplotlib"):
-        return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
+        return element(
+            "p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft"
+        )
     figure = draw(*arguments)
     return "" if figure is None else svg(figure)

@@ -71,24 +71,48 @@ def from_pretrained(
     """
     mesh = ring_mesh(mesh)
     with meeting(mesh, "from_pretrained") as facts:
-        with refused(f"{folder_or_id}: is no folder, nor to be had from the Hub", OSError, ValueError):
+        with refused(
+            f"{folder_or_id}: is no folder, nor to be had from the Hub",
+            OSError,
+            ValueError,
+        ):
             folder = folder_of(
-                folder_or_id, revision=revision, local_files_only=local_files_only, subfolder=subfolder, variant=variant
+                folder_or_id,
+                revision=revision,
+                local_files_only=local_files_only,
+                subfolder=subfolder,
+                variant=variant,
             )
-        config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
+        config = (
+            _config(folder, trust_remote_code=trust_remote_code)
+            if config is None
+            else config
+        )
         refuse_config(config)
         refuse_quantised(config)
         files = WeightFiles(folder, config, variant=variant, adapter=adapt is not None)
         model, extra = unread_model(
-            str(folder_or_id), folder, files, config, dtype, trust_remote_code=trust_remote_code,
+            str(folder_or_id),
+            folder,
+            files,
+            config,
+            dtype,
+            trust_remote_code=trust_remote_code,
             model_class=model_class,
-        )  # fmt: skip
+        )
         if extra and mesh.get_rank() == int(mesh.mesh.min()):
-            _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))
+            _log.warning(
+                "%s: the model has no place for %s, left out",
+                folder_or_id,
+                first_of(extra),
+            )
         if quantization_config is not None:
             pack_unread(model, quantization_config)
         model = model if adapt is None else adapt(model)
-        facts.alike = {"tensors in the files": files.digest, "watchdog": options.get("watchdog", False)}
+        facts.alike = {
+            "tensors in the files": files.digest,
+            "watchdog": options.get("watchdog", False),
+        }
     if options.get("watchdog", False):
         watch_loop(mesh)  # a rank may be killed from now on
     with in_call("loading the model"):

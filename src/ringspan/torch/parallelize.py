@@ -21,10 +21,20 @@ from ringspan.core.names import (
 )
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.consistency.calls import Call, check_call, meeting
-from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, refuse_own_calls, structure_of
+from ringspan.torch.consistency.fixed import (
+    note_buffers,
+    note_data,
+    refuse_copy,
+    refuse_own_calls,
+    structure_of,
+)
 from ringspan.torch.consistency.loop_watch import in_call, say_at_the_end, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
-from ringspan.torch.consistency.weights import check_finite, describe_weights, share_weights
+from ringspan.torch.consistency.weights import (
+    check_finite,
+    describe_weights,
+    share_weights,
+)
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.layers.blockwise.head import kind_of_head
@@ -41,7 +51,11 @@ from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
-from ringspan.torch.model.attention.latents import latent_modules, route_of, send_latents
+from ringspan.torch.model.attention.latents import (
+    latent_modules,
+    route_of,
+    send_latents,
+)
 from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.attention.support import why_no_tree
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
@@ -143,18 +157,36 @@ def parallelize(
     Each is raised on every rank, and leaves the model as it was. If weights differ, all ranks get the first rank's.
     """
     is_dtype = isinstance(compute_dtype, torch.dtype)
-    dtype = str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)  # which is no name of one
+    # which is no name of one
+    dtype = (
+        str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)
+    )
     config = StepConfig(
-        layout=layout, route=route, comm_dtype=comm_dtype, kernel=kernel, checkpoint=checkpoint,
-        layers_per_checkpoint=layers_per_checkpoint, folds=folds, loss_chunk_tokens=loss_chunk_tokens,
-        loss_chunk_vocabulary=loss_chunk_vocabulary, z_loss=z_loss, label_smoothing=label_smoothing,
-        index_loss=index_loss, feedforward_chunk_tokens=feedforward_chunk_tokens, norm_chunk_tokens=norm_chunk_tokens,
-        offload=offload, compute_dtype=None if compute_dtype is None else dtype, compile=compile, watchdog=watchdog,
-    )  # fmt: skip
+        layout=layout,
+        route=route,
+        comm_dtype=comm_dtype,
+        kernel=kernel,
+        checkpoint=checkpoint,
+        layers_per_checkpoint=layers_per_checkpoint,
+        folds=folds,
+        loss_chunk_tokens=loss_chunk_tokens,
+        loss_chunk_vocabulary=loss_chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        index_loss=index_loss,
+        feedforward_chunk_tokens=feedforward_chunk_tokens,
+        norm_chunk_tokens=norm_chunk_tokens,
+        offload=offload,
+        compute_dtype=None if compute_dtype is None else dtype,
+        compile=compile,
+        watchdog=watchdog,
+    )
     return put_on_mesh(model, mesh, config)
 
 
-def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> PreTrainedModel:
+def put_on_mesh(
+    model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig
+) -> PreTrainedModel:
     """``parallelize`` with its options in one value."""
     check_torch()
     mesh = ring_mesh(mesh)
@@ -164,21 +196,31 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     # Nothing raises any more: from here on the model changes.
     own_config(model)
     sources = sources_in(model)
-    view, shared, layers = parts.view, join_shared_blocks(model), [*parts.view.layers.values()]
+    view, shared, layers = (
+        parts.view,
+        join_shared_blocks(model),
+        [*parts.view.layers.values()],
+    )
     _attend_over_ring(parts, mesh, config)
     _prepare_layers(parts, config)
     towers: list[nn.Module] = []
     if parts.media is not None:
-        towers = put_towers_on_ring(view, parts.media, checkpointed=config.checkpoint != "none")
+        towers = put_towers_on_ring(
+            view, parts.media, checkpointed=config.checkpoint != "none"
+        )
     _call_over_ring(parts, mesh, config)
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
     recorder = None if parts.router is None else parts.router.recorder
     for modules, chunk_tokens, option, from_tokens in parts.in_blocks:
-        run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
+        run_in_blocks(
+            modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder
+        )
     shard_weights(model, [*shared, *layers, *towers], mesh, compute_dtype_of(config))
     if config.compile is not False:
-        compile_layers(view.decoder, layers, layer_kinds(view.decoder.config), config.compile)
+        compile_layers(
+            view.decoder, layers, layer_kinds(view.decoder.config), config.compile
+        )
     if isinstance(model, RingCausalLM):
         refuse_own_calls(model, model.ring_decoder)
     watch_optimizers(model)
@@ -192,20 +234,29 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     _note_what_stays(model, layers, mesh)
     if given is not model:
         put_on_ring(given)
-    vars(given)["_is_accelerate_prepared"] = True  # as accelerate marks what it has not to wrap
+    vars(given)["_is_accelerate_prepared"] = (
+        True  # as accelerate marks what it has not to wrap
+    )
     return given
 
 
-def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tuple[PreTrainedModel, Parts]:
+def _agreed(
+    given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig
+) -> tuple[PreTrainedModel, Parts]:
     with meeting(mesh, "parallelize") as met:
         model = base_of(given)
         set_aside(model)
         settle_packed(model)
         check_finite(model, mesh)
         parts = check_parts(model, mesh, config)
-        facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}
+        facts = {
+            field.name: str(getattr(config, field.name)) for field in fields(StepConfig)
+        }
         facts |= describe_weights(model)
-        facts |= {f"config.{name}": str(value) for name, value in deciding_fields(model.config).items()}
+        facts |= {
+            f"config.{name}": str(value)
+            for name, value in deciding_fields(model.config).items()
+        }
         facts |= adapter_facts(given)
         met.alike = {"model": type(model).__name__} | facts
     return model, parts
@@ -216,9 +267,13 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     choosing = choosing_modules(decoder)
     kinds = layer_kinds(decoder.config)
     ring = mesh.get_group("ring")
-    implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
+    implementation = register_attention(
+        type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing)
+    )
     send_latents(latent_modules(decoder, mesh, config), config)
-    take_over_index(decoder, choosing, sends_latents=route_of(config, ring.size()).carries_latents)
+    take_over_index(
+        decoder, choosing, sends_latents=route_of(config, ring.size()).carries_latents
+    )
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(own, implementation)
@@ -229,7 +284,10 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
             # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
-            attention.attn_temperature_tuning, attention.ring_temperature = False, not attention.use_rope
+            attention.attn_temperature_tuning, attention.ring_temperature = (
+                False,
+                not attention.use_rope,
+            )
         if parts.media is not None and parts.media.is_prefix:
             attention.is_causal = True  # all but the prompt, which the mask says
 
@@ -238,11 +296,16 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
     view, decoder = parts.view, parts.view.decoder
     if parts.router is not None:
         record_routers(decoder, parts.router)
-    checkpoint_layers(view, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    checkpoint_layers(
+        view, config.checkpoint, config.offload, config.layers_per_checkpoint
+    )
     hook_stateful(view.stateful.values())
     chunk_rotary_tables(decoder)
     if config.compile is False:
-        carry_passes([*view.layers.values()], keeps=bool(view.stateful) and config.checkpoint == "attention")
+        carry_passes(
+            [*view.layers.values()],
+            keeps=bool(view.stateful) and config.checkpoint == "attention",
+        )
     sum_embedding_gradients(decoder)
 
 
@@ -254,7 +317,9 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
         "ring_layout": config.layout,
         "ring_folds": config.folds,
         "ring_step": config,
-        "ring_decoder": next(name for name, module in model.named_modules() if module is decoder),
+        "ring_decoder": next(
+            name for name, module in model.named_modules() if module is decoder
+        ),
         "ring_configs": copy_configs((model.config, decoder.config)),
     }
     if parts.head is None and not view.is_classifier:
@@ -265,7 +330,9 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     if parts.media is not None:
         # ``generate`` asks the signature which images a model takes, and if it takes embeddings, which it then makes
         # itself.
-        about["forward"] = seen_as(type(model).forward, RingGenerator.forward, without="mm_encoder_outputs")
+        about["forward"] = seen_as(
+            type(model).forward, RingGenerator.forward, without="mm_encoder_outputs"
+        )
     mix_in(
         model,
         RingClassifier if parts.head is None else RingGenerator,
@@ -290,7 +357,9 @@ def _note_what_stays(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> N
     kind.__deepcopy__ = refuse_copy
     # The model's own, as with ``mix_in``: torch remembers the class for ever.
     vars(model).update(
-        ring_structure=structure_of(model), ring_loss_function=model.loss_function, ring_number=_next_number(mesh)
+        ring_structure=structure_of(model),
+        ring_loss_function=model.loss_function,
+        ring_number=_next_number(mesh),
     )
 
 

@@ -14,17 +14,35 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.data.loss_blocks import LossOptions
-from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, find_norms, free_feedforwards
-from ringspan.torch.layers.blockwise.head import joined, refuse_blocks_of_vocabulary, vocabularies
+from ringspan.torch.layers.blockwise.feedforward import (
+    find_feedforwards,
+    find_norms,
+    free_feedforwards,
+)
+from ringspan.torch.layers.blockwise.head import (
+    joined,
+    refuse_blocks_of_vocabulary,
+    vocabularies,
+)
 from ringspan.torch.layers.compiled import check_compile
-from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
+from ringspan.torch.layers.router_loss import (
+    RouterLoss,
+    find_router_loss,
+    no_router_loss,
+)
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.attention.indexed import refuse_indexed
 from ringspan.torch.model.attention.own import refuse_compiled
 from ringspan.torch.model.recurrent import refuse_spans
 from ringspan.torch.model.splittable import refuse_cast
-from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
+from ringspan.torch.model.support import (
+    FoundHead,
+    refuse_kernel,
+    refuse_route,
+    refuse_unsupported,
+    say_shifted,
+)
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import refuse_classifier
 from ringspan.torch.model.tasks.folded import refuse_folds
@@ -48,7 +66,9 @@ class Parts(NamedTuple):
     vocabularies: tuple[int, int] = (0, 0)
     loss: LossOptions = LossOptions()
     head: nn.Module | None = None  # None of a model that ends in hidden states
-    head_parts: tuple[str, ...] = ()  # the modules that it is made of, where it is more than the output embedding
+    head_parts: tuple[
+        str, ...
+    ] = ()  # the modules that it is made of, where it is more than the output embedding
     router: RouterLoss | None = None
     media: Kind | None = None  # how it sees or hears, where it does
 
@@ -56,7 +76,9 @@ class Parts(NamedTuple):
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
     """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
     if isinstance(model, (RingCausalLM, RingDecoder)):
-        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once")
+        raise UnsupportedError(
+            f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once"
+        )
     view, found = view_of(model), FoundHead()
     if view.is_classifier:
         refuse_classifier(view)
@@ -69,20 +91,28 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     check_options(view, mesh, config)
     parts = Parts(view, list(_in_blocks(view, mesh, config)))
     if view.head is None:
-        return parts._replace(vocabularies=vocabularies(model)) if view.is_classifier else parts
+        return (
+            parts._replace(vocabularies=vocabularies(model))
+            if view.is_classifier
+            else parts
+        )
     return _with_head(view.head, mesh, config, parts, found)
 
 
 def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
     name = view.name
     if config.compile is not False:
-        raise UnsupportedError(f"compile={config.compile!r}: {name} has no head; leave it out")
+        raise UnsupportedError(
+            f"compile={config.compile!r}: {name} has no head; leave it out"
+        )
     if config.layout == "balanced" and not view.is_classifier:
         raise UnsupportedError(
             f"layout 'balanced' is made for documents, of which {name}, without a head, is not told; use zigzag"
         )
     if tensor_axis(mesh) is not None:
-        raise UnsupportedError(f"{name} has no head, whose weights tp does not split yet; use tp=1")
+        raise UnsupportedError(
+            f"{name} has no head, whose weights tp does not split yet; use tp=1"
+        )
     for option in ("label_smoothing", "z_loss"):
         if value := getattr(config, option):
             raise UnsupportedError(
@@ -108,33 +138,50 @@ def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None
     refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
     refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
     layered = decoder if view.head is None else model
-    check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    check_checkpointing(
+        layered, config.checkpoint, config.offload, config.layers_per_checkpoint
+    )
     refuse_compiled(view, config.compile)
     refuse_indexed(view, config, tp)
     refuse_folds(view, config)
     check_compile(decoder, config, is_stateful=bool(view.stateful))
 
 
-def _in_blocks(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
+def _in_blocks(
+    view: ModelView, mesh: DeviceMesh, config: StepConfig
+) -> Iterator[InBlocks]:
     """Yield feed-forwards and norms that run in blocks, tried out before attention changes."""
     if config.compile is not False:  # blocks would break its programs
         return
     option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
     if config.feedforward_chunk_tokens == "auto":
-        feedforwards = free_feedforwards(view, checkpointed=is_checkpointed, logs=_is_first(mesh))
+        feedforwards = free_feedforwards(
+            view, checkpointed=is_checkpointed, logs=_is_first(mesh)
+        )
         yield InBlocks(feedforwards, FREE_CHUNK_TOKENS, option)
     elif config.feedforward_chunk_tokens != 0:
         check_whole(option, config.feedforward_chunk_tokens, 0)
         yield InBlocks(find_feedforwards(view), config.feedforward_chunk_tokens, option)
     option = "norm_chunk_tokens"
     if config.norm_chunk_tokens == "auto":
-        yield InBlocks(find_norms(view.decoder) if is_checkpointed else [], FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS)
+        yield InBlocks(
+            find_norms(view.decoder) if is_checkpointed else [],
+            FREE_CHUNK_TOKENS,
+            option,
+            FREE_NORM_TOKENS,
+        )
     elif config.norm_chunk_tokens != 0:
         check_whole(option, config.norm_chunk_tokens, 0)
         yield InBlocks(find_norms(view.decoder), config.norm_chunk_tokens, option)
 
 
-def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
+def _with_head(
+    head: nn.Module,
+    mesh: DeviceMesh,
+    config: StepConfig,
+    parts: Parts,
+    found: FoundHead,
+) -> Parts:
     model = parts.view.model
     if not found.shifts and _is_first(mesh):
         say_shifted(model)
@@ -142,11 +189,17 @@ def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Par
         head = joined([model.get_submodule(name) for name in found.parts])
     refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
     loss = LossOptions(
-        chunk_tokens=config.loss_chunk_tokens, chunk_vocabulary=config.loss_chunk_vocabulary, z_loss=config.z_loss,
-        label_smoothing=config.label_smoothing, logit_scale=found.scale, softcap=found.softcap,
-    )  # fmt: skip
+        chunk_tokens=config.loss_chunk_tokens,
+        chunk_vocabulary=config.loss_chunk_vocabulary,
+        z_loss=config.z_loss,
+        label_smoothing=config.label_smoothing,
+        logit_scale=found.scale,
+        softcap=found.softcap,
+    )
     router = find_router_loss(parts.view)
-    if router is None and getattr(parts.view.decoder.config, "output_router_logits", False):
+    if router is None and getattr(
+        parts.view.decoder.config, "output_router_logits", False
+    ):
         raise no_router_loss(parts.view.name)
     return parts._replace(
         vocabularies=vocabularies(model),
@@ -168,6 +221,12 @@ def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
         return None
     dtype = getattr(torch, config.compute_dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        shown = f"torch.{config.compute_dtype}" if isinstance(dtype, torch.dtype) else config.compute_dtype
-        raise ConfigError(f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}")
+        shown = (
+            f"torch.{config.compute_dtype}"
+            if isinstance(dtype, torch.dtype)
+            else config.compute_dtype
+        )
+        raise ConfigError(
+            f"compute_dtype must be a dtype such as torch.bfloat16, or None, got {shown}"
+        )
     return dtype

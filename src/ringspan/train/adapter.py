@@ -9,18 +9,35 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import refused
-from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of, note_bases
+from ringspan.torch.model.adapters import (
+    adapter_weights,
+    asking_as_before,
+    base_of,
+    note_bases,
+)
 from ringspan.torch.model.tied import note_untied, tied_names
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
 from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, plan_files, saved_names, shards_of
+from ringspan.torch.weights.writing import (
+    MAX_SHARD_SIZE,
+    WeightsPlan,
+    plan_files,
+    saved_names,
+    shards_of,
+)
 from ringspan.train.config.model_table import AdapterConfig
 
-BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
-_INNER: Final = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
+BASE_PREFIX: Final = (
+    "base_model.model."  # of the names of a model's weights inside of PEFT's
+)
+_INNER: Final = (
+    ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
+)
 
 
-def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0) -> Any:
+def add_adapter(
+    model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0
+) -> Any:
     """Add a run's adapter, which alone trains, in float32, to the model of ``path``; none without a rank."""
     if settings.rank is None:
         return model
@@ -39,8 +56,9 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | Non
     torch.manual_seed(seed)
     where = f"adapter.target_modules = {targets}"
     with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
+        # so that the adapter finds it from anywhere
         peft: Any = get_peft_model(model, lora)
-    if path is not None and Path(path).is_dir():  # so that the adapter finds it from anywhere
+    if path is not None and Path(path).is_dir():
         peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     return peft
 
@@ -53,7 +71,9 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     note_bases(model, folder)
 
 
-def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
+def plan_merged(
+    model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool
+) -> WeightsPlan:
     """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn.
 
     Layers of the adapter that share a weight no longer do once merged, and ``config`` says so from then on.
@@ -64,13 +84,16 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
     base: Any = base_of(model)
     with torch.device("meta"), asking_as_before():
         auto = auto_class(config, sees=True)
+        # names of layers that the adapter wraps differ
         plain: Any = auto.from_config(config)
-        if tied_names(plain) != tied_names(base):  # names of layers that the adapter wraps differ
+        if tied_names(plain) != tied_names(base):
             note_untied(config)
             plain = auto.from_config(config)
         alone: Any = None  # PEFT changes the model that it is given
         if is_writer:
-            alone = get_peft_model(auto.from_config(config), model.peft_config["default"])
+            alone = get_peft_model(
+                auto.from_config(config), model.peft_config["default"]
+            )
     names, tensors = saved_names(plain), dict[str, Deferred]()
     every_name = saved_names(base)
     for saved_name, tensor in shards_of(base, base.ring_mesh).items():
@@ -94,7 +117,11 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
 def _layer(alone: nn.Module, path: str, matrices: dict[str, Any]) -> nn.Module:
     prefix = f"{BASE_PREFIX}{path}."
     layer = alone.get_submodule(prefix.removesuffix("."))
-    own = {name.removeprefix(prefix): x for name, x in matrices.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): x
+        for name, x in matrices.items()
+        if name.startswith(prefix)
+    }
     layer.load_state_dict(own, strict=False, assign=True)
     return layer
 
@@ -102,19 +129,34 @@ def _layer(alone: nn.Module, path: str, matrices: dict[str, Any]) -> nn.Module:
 class _Merged:
     """A weight plus its PEFT matrices; read front to back, and held whole meanwhile."""
 
-    def __init__(self, name: str, weight: Deferred, layer: nn.Module | None, place: int) -> None:
-        self.name, self.shape, self.dtype, self.place = name, tuple(weight.shape), weight.dtype, (place, 0)
+    def __init__(
+        self, name: str, weight: Deferred, layer: nn.Module | None, place: int
+    ) -> None:
+        self.name, self.shape, self.dtype, self.place = (
+            name,
+            tuple(weight.shape),
+            weight.dtype,
+            (place, 0),
+        )
         self._weight, self._layer = weight, layer
         self._whole: Tensor | None = None
 
     def read(self, region: Region) -> Tensor:
         """Read a part on the writing rank, its shape on others; all read the same parts."""
         if self._whole is None:
-            self._whole = self._merge(part(self._weight, tuple(slice(0, size) for size in self.shape)))
+            self._whole = self._merge(
+                part(self._weight, tuple(slice(0, size) for size in self.shape))
+            )
         result = self._whole[region]
-        if all(each.stop == size for each, size in zip(region, self.shape, strict=True)):
+        if all(
+            each.stop == size for each, size in zip(region, self.shape, strict=True)
+        ):
             self._whole = None  # the last part
-        return result if self._layer is not None else torch.empty(shape_of(region), dtype=self.dtype, device="meta")
+        return (
+            result
+            if self._layer is not None
+            else torch.empty(shape_of(region), dtype=self.dtype, device="meta")
+        )
 
     def _merge(self, weight: Tensor) -> Tensor:
         if self._layer is None:

@@ -32,7 +32,17 @@ Say = Callable[[str], None]
 
 # Folders of the standard library that are tests, generated tables or other people's packages.
 _LEFT_OUT = frozenset(
-    ("test", "tests", "encodings", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages")
+    (
+        "test",
+        "tests",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "ensurepip",
+        "site-packages",
+        "dist-packages",
+    )
 )
 
 
@@ -49,9 +59,15 @@ def python_text() -> list[str]:
     """Return the running Python's source and documentation: real, long text on every machine."""
     library = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(
-        path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
+        path
+        for path in library.iterdir()
+        if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
     )
-    return [str(path) for path in names if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))]
+    return [
+        str(path)
+        for path in names
+        if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
+    ]
 
 
 def training_config(options: DemoOptions) -> TrainConfig:
@@ -69,16 +85,24 @@ def training_config(options: DemoOptions) -> TrainConfig:
     return load_config(Path(__file__).with_name("demo.toml"), overrides)
 
 
-def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
+def prove(
+    folder: str, options: DemoOptions, say: Say = lambda line: None
+) -> dict[str, Any]:
     """Compare a batch's loss and gradients with transformers' attention on rank 0, and both with float64."""
-    say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
+    say(
+        f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}"
+    )
     tokens = _text_tokens(folder, options.length).to(local_device())
     batch = {"input_ids": tokens, "labels": tokens}
     mesh = init_mesh()
     model = parallelize(_load(folder), mesh, layout=options.layout)
     loss = model(**shard_batch(batch, mesh, layout=options.layout)).loss
     loss.backward()
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: whole(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     # The other ranks are done: rank 0 takes the whole machine for what one process computes.
     if dist.get_rank() != 0:
         return {}
@@ -89,13 +113,19 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     say("the same in float64, to see which of the two is nearer (the slowest part)")
     _, truth = _differentiated(_load(folder).double(), batch, say)
     rows = [
-        {"name": name, "norm": float(g.norm()), "relative_difference": _relative(gradients[name], g)}
+        {
+            "name": name,
+            "norm": float(g.norm()),
+            "relative_difference": _relative(gradients[name], g),
+        }
         for name, g in alone.items()
     ]
     return {
         "loss_one_process": float(expected.detach()),
         "loss_ring": float(loss.detach()),
-        "loss_relative_difference": abs(float((loss - expected).detach() / expected.detach())),
+        "loss_relative_difference": abs(
+            float((loss - expected).detach() / expected.detach())
+        ),
         "ranks": mesh.get_group("ring").size(),
         "length": tokens.shape[1],
         "gradients": rows,
@@ -114,32 +144,52 @@ def _differentiated(
     with told(model, say):
         loss: torch.Tensor = model(**batch).loss
         loss.backward()
-    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss, {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @contextmanager
-def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterator[None]:
+def told(
+    model: PreTrainedModel, say: Say, every_seconds: float = 5.0
+) -> Iterator[None]:
     """Report a checkpointed model's progress every few seconds: layers forward, and again backward."""
-    layers, started, num_run, said = layers_of(decoder_of(model)), time.perf_counter(), 0, 0.0
+    layers, started, num_run, said = (
+        layers_of(decoder_of(model)),
+        time.perf_counter(),
+        0,
+        0.0,
+    )
 
     def tell(*_: object) -> None:
         nonlocal num_run, said
         num_run, passed, n = num_run + 1, time.perf_counter() - started, len(layers)
         if passed - said >= every_seconds:
             said = passed
-            way = f"backward, layer {min(num_run - n + 1, n)}" if num_run >= n else f"forward, layer {num_run + 1}"
+            way = (
+                f"backward, layer {min(num_run - n + 1, n)}"
+                if num_run >= n
+                else f"forward, layer {num_run + 1}"
+            )
             say(f"  {way} of {n}, {passed:.0f} s")
 
     # Of a part of each layer: a checkpointed layer runs its parts again, not its own hooks.
-    handles = [next(iter(layer.children())).register_forward_hook(tell) for layer in layers.values()]
+    handles = [
+        next(iter(layer.children())).register_forward_hook(tell)
+        for layer in layers.values()
+    ]
     yield
     for handle in handles:
         handle.remove()
 
 
 def _text_tokens(folder: str, length: int) -> torch.Tensor:
-    text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
-    return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
+    text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(
+        encoding="utf-8"
+    )
+    return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")[
+        "input_ids"
+    ][:, :length]
 
 
 def _load(folder: str) -> PreTrainedModel:
@@ -148,10 +198,15 @@ def _load(folder: str) -> PreTrainedModel:
 
 
 def _relative(x: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    return float(
+        (x.double() - expected.double()).norm()
+        / expected.double().norm().clamp_min(1e-30)
+    )
 
 
-def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:
+def measure_memory(
+    options: DemoOptions, say: Say = lambda line: None
+) -> list[dict[str, Any]]:
     """Measure a rank's activations for the same sequence on rings of 1, 2 and 4."""
     rows: list[dict[str, Any]] = []
     for ring in (1, 2, 4):
@@ -163,9 +218,16 @@ def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[d
 
 def _held(options: DemoOptions) -> dict[str, Any]:
     mesh, case = init_mesh(), StepCase(length=options.length)
-    model = parallelize(small_llama(case), mesh, layout=options.layout, feedforward_chunk_tokens=0)
+    model = parallelize(
+        small_llama(case), mesh, layout=options.layout, feedforward_chunk_tokens=0
+    )
     tokens = torch.arange(options.length).remainder(case.vocabulary).unsqueeze(0)
-    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=options.layout, device=local_device())
+    batch = shard_batch(
+        {"input_ids": tokens, "labels": tokens},
+        mesh,
+        layout=options.layout,
+        device=local_device(),
+    )
     held_activations(model, batch)  # FSDP makes its buffers in the model's first pass
     return {
         "ring": mesh.get_group("ring").size(),

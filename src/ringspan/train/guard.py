@@ -38,29 +38,56 @@ class Verdict:
 
 
 class Guard:
-    def __init__(self, config: GuardConfig, stop: StopRequest, device: torch.device) -> None:
+    def __init__(
+        self, config: GuardConfig, stop: StopRequest, device: torch.device
+    ) -> None:
         self._config, self._stop, self._device = config, stop, device
         self._spikes = Spikes(config.spike_window_steps, config.spike_zscore)
         self._skipped_in_a_row = 0
         self._rewinds = 0
 
     def judge(
-        self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]], peak_bytes: int
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        parameters: Iterable[tuple[str, Tensor]],
+        peak_bytes: int,
     ) -> Verdict:
         """Return all ranks' verdict on a step whose gradients are computed but not applied."""
         finite = math.isfinite(loss) and math.isfinite(norm)
-        spike = self._spikes.describe(loss, norm) if finite and self._config.spike != "off" else None
+        spike = (
+            self._spikes.describe(loss, norm)
+            if finite and self._config.spike != "off"
+            else None
+        )
         # One reduction for all that ranks have to agree on. The maximum of a number and of its negative say whether all
         # have the same.
-        flags = [not finite, self._stop.signal_name is not None, spike is not None, step, -step, peak_bytes]
-        votes = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=self._device)
+        flags = [
+            not finite,
+            self._stop.signal_name is not None,
+            spike is not None,
+            step,
+            -step,
+            peak_bytes,
+        ]
+        votes = torch.tensor(
+            [float(flag) for flag in flags], dtype=torch.float64, device=self._device
+        )
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         any_not_finite, any_stop, any_spike, last, first, peak = votes.tolist()
         if last != -first:
-            raise PeerMismatch(f"restart all: different steps: from {-first:.0f} to {last:.0f}; this rank at {step}")
+            raise PeerMismatch(
+                f"restart all: different steps: from {-first:.0f} to {last:.0f}; this rank at {step}"
+            )
         verdict: dict[str, Any] = {"stop": bool(any_stop), "peak_bytes": int(peak)}
         if any_not_finite:
-            return Verdict(apply=False, rewind=False, problem=self._not_finite(step, loss, norm, parameters), **verdict)
+            return Verdict(
+                apply=False,
+                rewind=False,
+                problem=self._not_finite(step, loss, norm, parameters),
+                **verdict,
+            )
         self._skipped_in_a_row = 0
         # Only ordinary steps count as the past: a spike among them would make the next one look ordinary.
         if not any_spike:
@@ -73,10 +100,19 @@ class Guard:
         if action == "report":
             self._spikes.accept(loss, norm)  # a new level is not a spike for ever
         self._rewinds += action == "rewind"
-        return Verdict(apply=action == "report", rewind=action == "rewind", problem=spike, **verdict)
+        return Verdict(
+            apply=action == "report",
+            rewind=action == "rewind",
+            problem=spike,
+            **verdict,
+        )
 
     def state(self) -> dict[str, Any]:
-        return {"skipped_in_a_row": self._skipped_in_a_row, "rewinds": self._rewinds, "spikes": self._spikes.state()}
+        return {
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "rewinds": self._rewinds,
+            "spikes": self._spikes.state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore ``state``; a run that rewinds keeps its count of rewinds."""
@@ -85,12 +121,20 @@ class Guard:
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
         self._spikes.restore(state["spikes"])
 
-    def _not_finite(self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]]) -> str:
+    def _not_finite(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        parameters: Iterable[tuple[str, Tensor]],
+    ) -> str:
         text = f"step {step}: loss {loss}, gradient norm {norm}; {_where(parameters)}"
         self._skipped_in_a_row += 1
         # The weights are still those before the step: whoever restarts loses nothing.
         if self._config.non_finite == "stop":
-            raise Diverged(f"{text}; the weights are those of step {step - 1}: lower optimizer.learning_rate")
+            raise Diverged(
+                f"{text}; the weights are those of step {step - 1}: lower optimizer.learning_rate"
+            )
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             raise Diverged(
                 f"{text}; {self._skipped_in_a_row - 1} steps before it were skipped already: lower "
@@ -104,7 +148,9 @@ class Spikes:
 
     def __init__(self, window_steps: int, zscore: float) -> None:
         self._zscore = zscore
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=window_steps) for name in _MIN_DEVIATION}
+        self._last: dict[str, deque[float]] = {
+            name: deque(maxlen=window_steps) for name in _MIN_DEVIATION
+        }
 
     def describe(self, loss: float, norm: float) -> str | None:
         # Of logarithms, since losses and norms vary by factors.
@@ -114,7 +160,9 @@ class Spikes:
             mean = statistics.fmean(list(last)[-_MIN_STEPS:])
             # From step to step, so that the fall of a loss over the window does not count as noise (von Neumann 1941).
             changes = [(b - a) ** 2 for a, b in itertools.pairwise(last)]
-            deviation = max(math.sqrt(statistics.fmean(changes) / 2), _MIN_DEVIATION[name])
+            deviation = max(
+                math.sqrt(statistics.fmean(changes) / 2), _MIN_DEVIATION[name]
+            )
             zscore = (_log(value) - mean) / deviation
             if zscore > self._zscore:
                 return f"{name} {value:.4g} is {zscore:.1f} standard deviations above {math.exp(mean):.4g}"
@@ -142,11 +190,15 @@ def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
     weights, gradients = [], []
     for name, parameter in parameters:
         for found, tensor in ((weights, parameter), (gradients, parameter.grad)):
-            if tensor is not None and not bool(torch.isfinite(local_part(tensor.detach())).all()):
+            if tensor is not None and not bool(
+                torch.isfinite(local_part(tensor.detach())).all()
+            ):
                 found.append(name)
     everyone = gather((weights, gradients))
     for index, what in enumerate(("weights", "gradient")):
-        found = {rank: lists[index] for rank, lists in enumerate(everyone) if lists[index]}
+        found = {
+            rank: lists[index] for rank, lists in enumerate(everyone) if lists[index]
+        }
         if found:
             rank, names = next(iter(found.items()))
             others = sum(map(len, found.values())) - 1

@@ -43,7 +43,13 @@ from ringspan.torch.weights.loading import auto_class
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.sequences import BatchOrder, Data, Sequences, build_data, build_seen
+from ringspan.train.data.sequences import (
+    BatchOrder,
+    Data,
+    Sequences,
+    build_data,
+    build_seen,
+)
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics
 from ringspan.train.model import (
@@ -69,7 +75,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     facts: dict[str, Any]
     step_flops: float
-    base_digest: str | None  # digest of the base weights of an adapter, which no checkpoint holds
+    # digest of the base weights of an adapter, which no checkpoint holds
+    base_digest: str | None
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
         """Run an optimizer step (from 1), applied if the guard agrees; errors are all ranks'."""
@@ -80,16 +87,23 @@ class Job:
         num_targets, parts = self.batches.step(step)
         loss = index_loss = 0.0
         for number, part in enumerate(parts, start=1):
-            self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once per step
+            # over replicas, once per step
+            self.model.set_requires_all_reduce(number == settings.accumulation_steps)
             output = self.model(**part, num_items_in_batch=num_targets)
             output.loss.backward()
             loss += float(output.loss.detach())
             index_loss += float(output.get("index_loss", 0.0))
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = [
+            parameter
+            for parameter in self.model.parameters()
+            if parameter.grad is not None
+        ]
         total = whole(gradient_norm(parameters))
         norm = float(total)
         # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
-        verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
+        verdict = guard.judge(
+            step, loss, norm, self.model.named_parameters(), peak_bytes(self.device)
+        )
         if verdict.apply:
             if settings.clip_grad_norm:
                 factor = (settings.clip_grad_norm / (total + 1e-6)).clamp(max=1.0)
@@ -113,7 +127,9 @@ class Job:
 
 
 def prepare(
-    config: TrainConfig, kept_tokenizer: Path | None = None, doing: Callable[[str], None] = lambda what: None
+    config: TrainConfig,
+    kept_tokenizer: Path | None = None,
+    doing: Callable[[str], None] = lambda what: None,
 ) -> Job:
     """Prepare the job, with a resumed run's tokenizer, and refuse what can be before anything is written."""
     replicate, ring = config.resolve_mesh(dist.get_world_size())
@@ -126,25 +142,44 @@ def prepare(
     doing("reading and tokenizing the text")
     with _first_rank_first():
         tokenizer, data = _text(config, model_config, kept_tokenizer)
-    doing("loading the model" if config.model.init == "pretrained" else "building the model")
-    model: Any = build_model(config.model, model_config, seed=config.seed, sees=config.data.messages is not None)
-    num_parameters, num_weights = model.num_parameters(), float(num_matmul_parameters(model))
+    doing(
+        "loading the model"
+        if config.model.init == "pretrained"
+        else "building the model"
+    )
+    model: Any = build_model(
+        config.model,
+        model_config,
+        seed=config.seed,
+        sees=config.data.messages is not None,
+    )
+    num_parameters, num_weights = (
+        model.num_parameters(),
+        float(num_matmul_parameters(model)),
+    )
     base = model
-    if (model := add_adapter(base, config.adapter, config.model.path, seed=config.seed)) is not base:
+    if (
+        model := add_adapter(base, config.adapter, config.model.path, seed=config.seed)
+    ) is not base:
         num_trained = model.num_parameters(only_trainable=True)
-        num_weights = num_trained + num_weights * 2 / 3  # no gradients of the others are computed
+        # no gradients of the others are computed
+        num_weights = num_trained + num_weights * 2 / 3
     else:
         num_trained = num_parameters
     # Still on the host: a device need not hold more than its shards and one layer.
     model = put_on_mesh(model.train(), mesh, step)
     settings, length = config.optimizer, config.data.sequence_length_tokens
     # Documents that are separate count positions anew, so the model's first step is the first to know.
-    if config.data.documents != "separate" and (error := beyond_table(base, decoder_of(base), length)):
+    if config.data.documents != "separate" and (
+        error := beyond_table(base, decoder_of(base), length)
+    ):
         raise error
     doing("measuring how fast the ranks are")
     optimizer = build_optimizer(model, settings)
     batches = Batches(config, model, mesh, data.train, device)
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    frozen = [
+        parameter for parameter in model.parameters() if not parameter.requires_grad
+    ]
     facts = {
         "parameters": num_parameters,
         "trained_parameters": num_trained,
@@ -161,38 +196,65 @@ def prepare(
         "eval_sequences": len(data.eval or ()),
         "matmul_flops": _matmul_flops(device, dtype),
     }
-    begin_random_numbers(config.seed)  # the last thing: what is measured above draws some
+    # the last thing: what is measured above draws some
+    begin_random_numbers(config.seed)
     return Job(
-        config=config, device=device, mesh=mesh, model=model, tokenizer=tokenizer, data=data, batches=batches,
-        optimizer=optimizer, facts=facts,
-        step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
+        config=config,
+        device=device,
+        mesh=mesh,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        batches=batches,
+        optimizer=optimizer,
+        facts=facts,
+        step_flops=flops_per_token(text, num_weights, data.train.seen_tokens)
+        * batches.num_tokens,
         base_digest=digest_of(frozen, mesh) if frozen else None,
-    )  # fmt: skip
+    )
 
 
-def _refuse_early(config: TrainConfig, model_config: PreTrainedConfig, mesh: DeviceMesh, step: StepConfig) -> None:
+def _refuse_early(
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    mesh: DeviceMesh,
+    step: StepConfig,
+) -> None:
     """Refuse an adapter and options that do not fit the model, of a copy without weights: before any text is read."""
-    makes, dtype = auto_class(model_config, sees=config.data.messages is not None), config.model.parameter_dtype
+    makes, dtype = (
+        auto_class(model_config, sees=config.data.messages is not None),
+        config.model.parameter_dtype,
+    )
     with torch.device("meta"):
         model = makes.from_config(
-            copy.deepcopy(model_config), dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+            copy.deepcopy(model_config),
+            dtype=getattr(torch, dtype),
+            trust_remote_code=config.model.trust_remote_code,
         )
         model = add_adapter(model, config.adapter, None)
     check_options(view_of(base_of(model)), mesh, step)
 
 
-def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:
+def _text(
+    config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None
+) -> tuple[Tokenizer, Data]:
     if config.data.messages is not None:
         processor = load_processor(config.model, model_config, kept)
         return processor, build_seen(config, processor)
     scan = scan_documents(config.data)
     tokenizer = load_tokenizer(config.model, model_config, scan.documents, kept)
-    return tokenizer, build_data(config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size)
+    return tokenizer, build_data(
+        config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size
+    )
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     # A sum in bfloat16 has three digits and misses what is small. Ranks sum up one norm, not one of each parameter.
-    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
+    norms = [
+        torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+        for p in parameters
+        if p.grad is not None
+    ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
@@ -200,36 +262,64 @@ class Batches:
     """This rank's part of each step: its replica's examples, its ring's share of each."""
 
     def __init__(
-        self, config: TrainConfig, model: torch.nn.Module, mesh: DeviceMesh, sequences: Sequences, device: torch.device
+        self,
+        config: TrainConfig,
+        model: torch.nn.Module,
+        mesh: DeviceMesh,
+        sequences: Sequences,
+        device: torch.device,
     ) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
         self._model: Any = base_of(model)
         self._shares = config.data.min_shared_tokens if config.data.shared_prefix else 0
-        self._split: Any = {"layout": config.attention.layout, "folds": config.memory.folds, "device": device}
+        self._split: Any = {
+            "layout": config.attention.layout,
+            "folds": config.memory.folds,
+            "device": device,
+        }
         settings, replicate = config.optimizer, mesh.get_group("replicate").size()
         self._is_balanced = config.data.balance == "flops"
         self._order = BatchOrder(
-            len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
+            len(sequences),
+            config.seed,
+            settings.batch_size,
+            settings.accumulation_steps,
+            replicate,
         )
-        self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
+        self.num_tokens = (
+            self._order.global_batch_size * config.data.sequence_length_tokens
+        )
 
     def position(self, step: int) -> int:
         return self._order.place(step)
 
     def seek(self, step: int, num_sequences: int) -> None:
-        self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
+        self._order = replace(
+            self._order, shift=num_sequences - step * self._order.global_batch_size
+        )
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """Return a step's sequences (from 1): (accumulation_steps, replicate, batch_size)."""
         indices = self._order.step_indices(step - 1)
-        return np.take(indices, even_out(self._sequences.pairs(indices))) if self._is_balanced else indices
+        return (
+            np.take(indices, even_out(self._sequences.pairs(indices)))
+            if self._is_balanced
+            else indices
+        )
 
     def describe_balance(self, steps: range) -> str | None:
         """Describe what balancing by attention work does to some steps (from 1); None without it."""
         if not self._is_balanced or not steps:
             return None
-        came = np.stack([self._sequences.pairs(self._order.step_indices(step - 1)) for step in steps])
-        moved, after, before = worth_of_sharing(came, np.stack([even_out(work) for work in came]))
+        came = np.stack(
+            [
+                self._sequences.pairs(self._order.step_indices(step - 1))
+                for step in steps
+            ]
+        )
+        moved, after, before = worth_of_sharing(
+            came, np.stack([even_out(work) for work in came])
+        )
         return (
             f"data.balance moves {moved:.0%} of the sequences within their steps: the busiest "
             f"replica computes {after:.3f} of the mean's attention, {before:.3f} without in {len(steps)} steps"
@@ -240,7 +330,10 @@ class Batches:
         replica = self._mesh.get_local_rank("replicate")
         indices = self.indices(step)[:, replica]
         batches = [self._sequences.batch(some.tolist()) for some in indices]
-        valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches), device=self._device)
+        valid = torch.tensor(
+            sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches),
+            device=self._device,
+        )
         dist.all_reduce(valid, group=self._mesh.get_group("replicate"))
         return int(valid), map(self._part, batches)
 
@@ -256,14 +349,19 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
         return settings.learning_rate * step / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
     low = settings.min_learning_rate_ratio
-    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return settings.learning_rate * (
+        low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    )
 
 
 @torch.no_grad()
 def evaluate(job: Job, sequences: Sequences) -> float:
     """Compute the loss over held-out sequences' valid targets; replicas without any join every exchange."""
     model, mesh, device = job.model.eval(), job.mesh, job.device
-    replicate, replica = mesh.get_group("replicate").size(), mesh.get_local_rank("replicate")
+    replicate, replica = (
+        mesh.get_group("replicate").size(),
+        mesh.get_local_rank("replicate"),
+    )
     count = min(len(sequences), job.config.evaluation.num_sequences)
     total, num_targets = 0.0, 0
     for first in range(0, count, replicate):
@@ -272,7 +370,10 @@ def evaluate(job: Job, sequences: Sequences) -> float:
             batch["shift_labels"].fill_(IGNORED)
         valid = (batch["shift_labels"] != IGNORED).sum().to(device)
         dist.all_reduce(valid, group=mesh.get_group("replicate"))
-        split: Any = {"layout": job.config.attention.layout, "folds": job.config.memory.folds}
+        split: Any = {
+            "layout": job.config.attention.layout,
+            "folds": job.config.memory.folds,
+        }
         part = shard_batch(batch, mesh, **split, device=device)
         total += float(model(**part, num_items_in_batch=1).loss)
         num_targets += int(valid)
@@ -284,20 +385,26 @@ def _checkpoint(
     config: TrainConfig, model_config: PreTrainedConfig, ring: int, dtype: torch.dtype
 ) -> tuple[CheckpointName, int]:
     memory = config.memory
-    layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+    layers = (
+        None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+    )
     if config.model.compile is not False:
-        layers = layers or 1  # several would be computed again outside of their programs
+        # several would be computed again outside of their programs
+        layers = layers or 1
     if memory.checkpoint != "auto":
         return memory.checkpoint, layers or 1
     assert memory.activation_bytes is not None, "checked by MemoryConfig"
-    split = batch_layout(config.attention.layout, config.data.sequence_length_tokens, ring)
+    split = batch_layout(
+        config.attention.layout, config.data.sequence_length_tokens, ring
+    )
     return choose_checkpoint(
         model_config,
         -(-split.tokens_per_rank // memory.folds) * config.optimizer.batch_size,
         memory.activation_bytes,
         dtype,
         tp=config.mesh.tp,
-        feedforward_in_chunks=memory.feedforward_chunk_tokens not in ("auto", 0),  # "auto" only under a checkpoint
+        feedforward_in_chunks=memory.feedforward_chunk_tokens
+        not in ("auto", 0),  # "auto" only under a checkpoint
         layers_per_checkpoint=layers,
     )
 
@@ -314,20 +421,29 @@ def _first_rank_first() -> Iterator[None]:
 
 
 def _matmul_flops(
-    device: torch.device, dtype: torch.dtype, measure: Callable[[torch.device, torch.dtype], float] = measure_flops
+    device: torch.device,
+    dtype: torch.dtype,
+    measure: Callable[[torch.device, torch.dtype], float] = measure_flops,
 ) -> float:
     """Measure all ranks' FLOP/s at the same time: ranks of a CPU share clock and caches."""
     dist.barrier()
     total = torch.tensor(
-        measure(device, dtype), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+        measure(device, dtype),
+        dtype=torch.float64 if device.type == "cpu" else torch.float32,
+        device=device,
     )
     dist.all_reduce(total)
     return float(total)
 
 
-def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: PreTrainedModel, settings: OptimizerConfig
+) -> torch.optim.Optimizer:
     settings.require_extras()
-    groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
+    groups, options = (
+        _decayed(model, settings),
+        {"betas": settings.betas, "eps": settings.eps},
+    )
     if settings.name != "adamw":
         return _of_bitsandbytes(groups, options, settings.name)
     if settings.state != "float32":
@@ -348,24 +464,42 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name: str) -> torch.optim.Optimizer:
+def _of_bitsandbytes(
+    groups: list[dict[str, Any]], options: dict[str, Any], name: str
+) -> torch.optim.Optimizer:
     optim: Any = importlib.import_module("bitsandbytes.optim")
     if name == "lion_8bit":
         return optim.Lion8bit(groups, betas=options["betas"])
-    kinds = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW, "paged_adamw_8bit": optim.PagedAdamW8bit}
+    kinds = {
+        "adamw_8bit": optim.AdamW8bit,
+        "paged_adamw": optim.PagedAdamW,
+        "paged_adamw_8bit": optim.PagedAdamW8bit,
+    }
     return kinds[name](groups, **options)
 
 
-def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:
+def _low_bit(
+    groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig
+) -> torch.optim.Optimizer:
     from torchao.optim import AdamW4bit, AdamW8bit  # pyright: ignore[reportMissingImports]
 
     kind = AdamW8bit if settings.state == "8bit" else AdamW4bit
-    return kind(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
+    return kind(
+        groups, bf16_stochastic_round=settings.rounding == "stochastic", **options
+    )
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    decays: dict[bool, list[Tensor]] = {True: [], False: []}  # matrices do, vectors do not
+    # matrices do, vectors do not
+    decays: dict[bool, list[Tensor]] = {
+        True: [],
+        False: [],
+    }
     for p in model.parameters():
         if p.requires_grad:
             decays[p.ndim > 1].append(p)
-    return [{"params": ps, "weight_decay": does * settings.weight_decay} for does, ps in decays.items() if ps]
+    return [
+        {"params": ps, "weight_decay": does * settings.weight_decay}
+        for does, ps in decays.items()
+        if ps
+    ]

@@ -26,7 +26,13 @@ from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.metrics import MetricsWriter, StepMetrics
 from ringspan.train.run_folder.export import model_bytes, save_model
-from ringspan.train.run_folder.record import EXPORTED, RunLock, RunRecord, TrainResult, finished
+from ringspan.train.run_folder.record import (
+    EXPORTED,
+    RunLock,
+    RunRecord,
+    TrainResult,
+    finished,
+)
 from ringspan.train.run_folder.resume import begin_run, open_run, tokenizer_of
 from ringspan.train.signals import StopRequest
 
@@ -45,7 +51,9 @@ class Observer:
     noticed: Callable[[str], None] = lambda line: None
 
 
-def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: bool = False) -> TrainResult:
+def train(
+    config: TrainConfig, observer: Observer | None = None, *, then_exit: bool = False
+) -> TrainResult:
     """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
 
     A step's loss is the sum over valid targets, on all ranks, replicas and micro-steps, over their count. A run resumes
@@ -62,10 +70,15 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
     with RunLock(run) as lock:
         record = open_run(config, lock)
         config = record.config
-        job = prepare(config, None if record.is_new else tokenizer_of(run), observer.doing)
+        job = prepare(
+            config, None if record.is_new else tokenizer_of(run), observer.doing
+        )
         begin_run(config, record, lock, job.model, job.tokenizer, job.data)
         limits = Limits(**dict(config.watchdog))
-        with StopRequest(observer.noticed) as stop, Watchdog(limits, run / "watchdog") as watchdog:
+        with (
+            StopRequest(observer.noticed) as stop,
+            Watchdog(limits, run / "watchdog") as watchdog,
+        ):
             result = _Run(job, record, stop, watchdog, observer).train()
             if then_exit:
                 stop.ignore_from_now_on()
@@ -73,42 +86,69 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
 
 
 class _Run:
-    def __init__(self, job: Job, record: RunRecord, stop: StopRequest, watchdog: Watchdog, observer: Observer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        record: RunRecord,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        observer: Observer,
+    ) -> None:
         self._job, self._config, self._record = job, job.config, record
         self._stop, self._watchdog, self._observer = stop, watchdog, observer
         self._folder = Path(job.config.run)
         self._guard = Guard(job.config.guard, stop, job.device)
         settings, folder = job.config.checkpoints, self._folder / "checkpoints"
         self._checkpoints = Checkpoints(
-            folder, run_id=record.run_id, keep=settings.keep, asynchronous=settings.asynchronous
+            folder,
+            run_id=record.run_id,
+            keep=settings.keep,
+            asynchronous=settings.asynchronous,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
         self._eval_step: int | None = None  # whose weights that was the loss of
         self._profile = self._folder / "profile"
         self._profiler: Profiler | None = None
         if job.config.profile:
-            from ringspan.measure.trace import profile  # with all that traces a step, and few runs are profiled
+            # with all that traces a step, and few runs are profiled
+            from ringspan.measure.trace import (
+                profile,
+            )
 
             self._profile.mkdir(exist_ok=True)
             rank = dist.get_rank()
-            self._profiler = profile.Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
+            self._profiler = profile.Profiler(
+                job.model,
+                job.optimizer,
+                rank,
+                self._profile / f"snapshot-{rank}.pickle",
+            )
 
     def train(self) -> TrainResult:
         with self._watchdog.doing("resuming"):
             self._resume()
         self._say_if_the_disk_is_too_small()
-        self._writer = MetricsWriter(self._folder, self._step) if dist.get_rank() == 0 else None
+        self._writer = (
+            MetricsWriter(self._folder, self._step) if dist.get_rank() == 0 else None
+        )
         if self._writer:
             self._observer.started(self._job.facts)
             self._notice(self._writer.notice)
             last = min(self._config.steps, self._step + _BALANCED_STEPS)
-            self._notice(self._job.batches.describe_balance(range(self._step + 1, last + 1)))
+            self._notice(
+                self._job.batches.describe_balance(range(self._step + 1, last + 1))
+            )
         stopped = False
         try:
             while self._step < self._config.steps and not stopped:
                 stopped = self._one_step()
-            if not stopped and self._job.data.eval is not None and self._eval_step != self._step:
-                with self._watchdog.doing("evaluation"):  # of a run that was stopped at its last step
+            if (
+                not stopped
+                and self._job.data.eval is not None
+                and self._eval_step != self._step
+            ):
+                # of a run that was stopped at its last step
+                with self._watchdog.doing("evaluation"):
                     self._evaluate(self._job.data.eval)
             with self._watchdog.doing("saving"):
                 self._notice(self._checkpoints.wait())
@@ -146,7 +186,9 @@ class _Run:
             self._observer.stepped(metrics)
         is_last = self._step == self._config.steps
         every = self._config.evaluation.every_steps
-        if self._job.data.eval is not None and (is_last or (every and self._step % every == 0)):
+        if self._job.data.eval is not None and (
+            is_last or (every and self._step % every == 0)
+        ):
             with self._watchdog.doing("evaluation"):
                 self._evaluate(self._job.data.eval)
         every = self._config.checkpoints.every_steps
@@ -163,9 +205,14 @@ class _Run:
             if dist.get_rank() == 0:
                 from ringspan.report.profile_page import write_report
 
-                mesh = " x ".join(f"{axis} {self._job.mesh.get_group(axis).size()}" for axis in ("replicate", "ring"))
+                mesh = " x ".join(
+                    f"{axis} {self._job.mesh.get_group(axis).size()}"
+                    for axis in ("replicate", "ring")
+                )
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"
-                self._notice(f"profile  {write_report(profiles, self._profile, title)[0]}")
+                self._notice(
+                    f"profile  {write_report(profiles, self._profile, title)[0]}"
+                )
 
     def _evaluate(self, sequences: Sequences) -> None:
         self._eval_loss = evaluate(self._job, sequences)
@@ -190,7 +237,10 @@ class _Run:
                 run_state(job.model, job.optimizer),
                 random_state(job.device) | own_state(job.optimizer),
                 state,
-                mesh={axis: job.mesh.get_group(axis).size() for axis in job.mesh.mesh_dim_names or ()},
+                mesh={
+                    axis: job.mesh.get_group(axis).size()
+                    for axis in job.mesh.mesh_dim_names or ()
+                },
                 layout=self._config.attention.layout,
             )
             self._notice(error)
@@ -198,8 +248,13 @@ class _Run:
                 raise error
 
     def _export(self, folder: Path) -> None:
-        dtype, merge = getattr(torch, self._config.model.dtype), self._config.adapter.merge
-        problem = save_model(self._job.model, self._job.tokenizer, folder, dtype, merge=merge)
+        dtype, merge = (
+            getattr(torch, self._config.model.dtype),
+            self._config.adapter.merge,
+        )
+        problem = save_model(
+            self._job.model, self._job.tokenizer, folder, dtype, merge=merge
+        )
         if problem is None:
             if dist.get_rank() == 0:
                 write_synced(self._folder / EXPORTED, f"{self._step}\n")
@@ -210,8 +265,14 @@ class _Run:
                 self._save(wait=True)
             except CheckpointError as error:
                 newest = self._checkpoints.newest_step
-                rest = "starts from the beginning" if newest is None else f"goes on from step {newest}"
-                raise CheckpointError(f"{problem}; {error}; then the same command {rest}") from error
+                rest = (
+                    "starts from the beginning"
+                    if newest is None
+                    else f"goes on from step {newest}"
+                )
+                raise CheckpointError(
+                    f"{problem}; {error}; then the same command {rest}"
+                ) from error
         raise CheckpointError(
             f"{problem}; the weights of step {self._step} are in {self._checkpoints.folder}: make room, then the same "
             "command writes the model"
@@ -219,12 +280,19 @@ class _Run:
 
     def _is_exported(self, step: int) -> bool:
         marker = self._folder / EXPORTED
-        return (self._folder / "model").exists() and marker.exists() and int(marker.read_text()) >= step
+        return (
+            (self._folder / "model").exists()
+            and marker.exists()
+            and int(marker.read_text()) >= step
+        )
 
     def _say_if_the_disk_is_too_small(self) -> None:
         job = self._job
         weights = [weight for weight in job.model.parameters() if weight.requires_grad]
-        checkpoint = sum(3 * weight.numel() * weight.element_size() for weight in weights)  # AdamW has two moments
+        # AdamW has two moments
+        checkpoint = sum(
+            3 * weight.numel() * weight.element_size() for weight in weights
+        )
         dtype = getattr(torch, self._config.model.dtype)
         is_adapter = is_peft(job.model) and not self._config.adapter.merge
         model = model_bytes(job.model, dtype, is_adapter=is_adapter) + HEADROOM_BYTES
@@ -239,7 +307,10 @@ class _Run:
         if self._record.is_new:
             return
         found = self._checkpoints.find()
-        for line in (*(f"skipped {line}" for line in found.skipped), *self._record.changes):
+        for line in (
+            *(f"skipped {line}" for line in found.skipped),
+            *self._record.changes,
+        ):
             self._notice(line)
         if found.folder is None or found.manifest is None:
             if found.skipped:
@@ -247,9 +318,13 @@ class _Run:
                     f"no checkpoint in {self._checkpoints.folder} is valid; remove the folder to start from the "
                     "beginning. " + "; ".join(found.skipped)
                 )
-            self._notice(f"{self._folder} has no checkpoint yet: starting from the beginning")
+            self._notice(
+                f"{self._folder} has no checkpoint yet: starting from the beginning"
+            )
             return
-        if found.manifest.step >= self._config.steps and self._is_exported(found.manifest.step):
+        if found.manifest.step >= self._config.steps and self._is_exported(
+            found.manifest.step
+        ):
             raise finished(self._config, found.manifest.step)
         if found.manifest.step > self._config.steps:
             raise ConfigError(
@@ -272,7 +347,9 @@ class _Run:
                 f"{folder}: its adapter was trained with other weights than model.path = "
                 f"{job.config.model.path!r} has now; restore them, or start a new run with run=..."
             )
-        restore(self._checkpoints, folder, manifest, job.model, job.optimizer, job.device)
+        restore(
+            self._checkpoints, folder, manifest, job.model, job.optimizer, job.device
+        )
         self._guard.restore(state["guard"])
         self._loss = math.nan if state["loss"] is None else state["loss"]
         self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
@@ -282,7 +359,9 @@ class _Run:
             self._notice(self._checkpoints.wait())
             found = self._checkpoints.find()
             if found.folder is None or found.manifest is None:
-                self._notice(f"step {self._step}: there is no checkpoint to rewind to; skipped")
+                self._notice(
+                    f"step {self._step}: there is no checkpoint to rewind to; skipped"
+                )
                 return False
             num_sequences = self._job.batches.position(self._step)
             self._restore(found.folder, found.manifest)
@@ -290,7 +369,9 @@ class _Run:
             self._job.batches.seek(self._step, num_sequences)
             if self._writer:
                 self._writer.rewind(self._step)
-            self._notice(f"rewound to step {self._step}; the data continues at sequence {num_sequences}")
+            self._notice(
+                f"rewound to step {self._step}; the data continues at sequence {num_sequences}"
+            )
         return True
 
     def _notice(self, what: object) -> None:

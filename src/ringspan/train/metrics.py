@@ -22,7 +22,9 @@ class StepMetrics:
     matmul_utilization: float
     peak_bytes: int
     seconds: float
-    index_loss: float | None = None  # divergence of a model's index that learns; None without
+    index_loss: float | None = (
+        None  # divergence of a model's index that learns; None without
+    )
 
 
 class MetricsWriter:
@@ -35,9 +37,15 @@ class MetricsWriter:
         self._path = run / "metrics.jsonl"
         self._board = None
         if installed("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter  # takes as long as all else that is imported here
+            # takes as long as all else that is imported here
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )
 
-            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+            self._board = SummaryWriter(
+                str(run / "tensorboard"),
+                purge_step=after_step + 1 if after_step else None,
+            )
         else:
             self.notice = f"metrics.jsonl is written, TensorBoard files are not: they need {remedy('tensorboard')}"
         self._open(after_step)
@@ -55,7 +63,10 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         values = asdict(metrics)
-        self._write(metrics.step, {name: value for name, value in values.items() if value is not None})
+        self._write(
+            metrics.step,
+            {name: value for name, value in values.items() if value is not None},
+        )
 
     def evaluation(self, step: int, loss: float) -> None:
         self._write(step, {"step": step, "eval_loss": loss})
@@ -67,7 +78,10 @@ class MetricsWriter:
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         # A step that was not finite is null: NaN is not JSON.
-        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        values = {
+            name: value if math.isfinite(value) else None
+            for name, value in values.items()
+        }
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         for name, value in values.items():

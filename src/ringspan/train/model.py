@@ -16,7 +16,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from ringspan.core.costs import training_flops
 from ringspan.core.errors import ConfigError, UnsupportedError
@@ -24,7 +27,13 @@ from ringspan.core.files.named import why_no_config
 from ringspan.core.messages.lines import refused
 from ringspan.generate.chat_template import refuse_broken
 from ringspan.plan.model.hub import from_hub
-from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config, without_attention
+from ringspan.torch.layers.decoder import (
+    decoder_of,
+    head_counts,
+    head_sizes,
+    text_config,
+    without_attention,
+)
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
@@ -56,7 +65,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     ):
         model_config = _model_config(settings)
     own_code = getattr(model_config, "auto_map", None) or {}
-    makes_it = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
+    makes_it = (
+        type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        or "AutoModelForCausalLM" in own_code
+    )
     if config.data.messages is not None:
         makes_it = makes_it or type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     if not makes_it:
@@ -65,7 +77,10 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             "AutoModelForCausalLM makes"
         )
     refuse_config(model_config)
-    if settings.init == "pretrained" and getattr(model_config, "quantization_config", None) is not None:
+    if (
+        settings.init == "pretrained"
+        and getattr(model_config, "quantization_config", None) is not None
+    ):
         raise UnsupportedError(
             f"model.path = {settings.path!r}: its files are quantised, and ringspan train reads weights of 16 or 32 "
             "bits; set model.path to the model that they were made of, or train an adapter over packed weights in "
@@ -76,9 +91,18 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     if settings.rope is not None:
         scale_rope(text, settings.rope)
     limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and settings.rope is not None and settings.rope.get("type") == "dynamic":
-        limit = int(limit * settings.rope["factor"])  # of which transformers keeps the original
-    if settings.init == "scratch" and limit is not None and limit < config.data.sequence_length_tokens:
+    if (
+        limit is not None
+        and settings.rope is not None
+        and settings.rope.get("type") == "dynamic"
+    ):
+        # of which transformers keeps the original
+        limit = int(limit * settings.rope["factor"])
+    if (
+        settings.init == "scratch"
+        and limit is not None
+        and limit < config.data.sequence_length_tokens
+    ):
         raise ConfigError(
             f"model.config.max_position_embeddings = {limit}: is less than data.sequence_length_tokens = "
             f"{config.data.sequence_length_tokens}; raise it"
@@ -91,12 +115,18 @@ def _model_config(settings: ModelConfig) -> PreTrainedConfig:
         return AutoConfig.for_model(**settings.config_values())
     assert settings.path is not None, "checked by ModelConfig"
     if (local := Path(settings.path)).exists():
-        reason = f"is a file; give the folder of {local.name}" if local.is_file() else why_no_config(local)
+        reason = (
+            f"is a file; give the folder of {local.name}"
+            if local.is_file()
+            else why_no_config(local)
+        )
         if reason:
             raise ConfigError(f"model.path = {settings.path!r}: {reason}")
     try:
         with from_hub(f"model.path = {settings.path!r}", settings.path):
-            return AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+            return AutoConfig.from_pretrained(
+                settings.path, trust_remote_code=settings.trust_remote_code
+            )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -113,30 +143,56 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
     """Scale a config's rotary positions in place, to ``factor`` times the trained length (``dynamic`` derives it)."""
     kind, factor = rope.get("type"), rope.get("factor")
     if kind not in _ROPE_TYPES:
-        raise ConfigError(f"model.rope.type = {kind!r}: choose one of {', '.join(_ROPE_TYPES)}")
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor >= 1:
-        raise ConfigError(f"model.rope.factor = {factor!r}: should be a number of at least 1")
+        raise ConfigError(
+            f"model.rope.type = {kind!r}: choose one of {', '.join(_ROPE_TYPES)}"
+        )
+    if (
+        not isinstance(factor, int | float)
+        or isinstance(factor, bool)
+        or not factor >= 1
+    ):
+        raise ConfigError(
+            f"model.rope.factor = {factor!r}: should be a number of at least 1"
+        )
     given = getattr(model_config, "rope_parameters", None) or {}
     if "rope_theta" not in given:
         raise ConfigError(
             f"model.rope: {model_config.model_type} has no rotary positions that all its layers share; remove it, or "
             "set model.config.rope_parameters"
         )
-    trained = given.get("original_max_position_embeddings") or model_config.max_position_embeddings
-    values = {name: given[name] for name in ("rope_theta", "partial_rotary_factor") if name in given}
+    trained = (
+        given.get("original_max_position_embeddings")
+        or model_config.max_position_embeddings
+    )
+    values = {
+        name: given[name]
+        for name in ("rope_theta", "partial_rotary_factor")
+        if name in given
+    }
     values |= {"rope_type": kind, "factor": float(factor)}
     if kind in ("yarn", "llama3", "longrope"):
         values["original_max_position_embeddings"] = trained
     if kind == "llama3":
-        values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1
-    model_config.rope_parameters = values | {name: value for name, value in rope.items() if name != "type"}
-    model_config.max_position_embeddings = trained if kind == "dynamic" else math.ceil(trained * factor)
+        # those of Llama 3.1
+        values |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
+    model_config.rope_parameters = values | {
+        name: value for name, value in rope.items() if name != "type"
+    }
+    model_config.max_position_embeddings = (
+        trained if kind == "dynamic" else math.ceil(trained * factor)
+    )
     with refused("model.rope", KeyError, TypeError, ValueError):
         model_config.validate_rope()
 
 
 def load_tokenizer(
-    settings: ModelConfig, model_config: PreTrainedConfig, documents: "Dataset | None" = None, kept: Path | None = None
+    settings: ModelConfig,
+    model_config: PreTrainedConfig,
+    documents: "Dataset | None" = None,
+    kept: Path | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer: ``kept``, its source's or trained; tokens beyond the vocabulary must not occur in texts."""
     source = str(kept) if kept else settings.tokenizer_source
@@ -148,7 +204,9 @@ def load_tokenizer(
         assert source is not None, "checked by ModelConfig"
         where = f"model.tokenizer = {source!r}"
         with refused(where, OSError, ValueError, KeyError), from_hub(where, source):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, trust_remote_code=settings.trust_remote_code
+            )
     _refuse_foreign(tokenizer, vocabulary)
     return tokenizer
 
@@ -161,7 +219,9 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
         )
 
 
-def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Tokenizer:
+def load_processor(
+    settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None
+) -> Tokenizer:
     """Load the processor of conversations: ``kept``, else the model's; a tokenizer for text."""
     source = str(kept) if kept else settings.tokenizer_source
     if source is None or source == "train":
@@ -171,27 +231,42 @@ def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: 
     where = f"model.tokenizer = {source!r}"
     with (
         refused(f"{where}: has no processor", OSError, ValueError, KeyError, TypeError),
-        refused(f"{where}: its processor needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
+        refused(
+            f"{where}: its processor needs a package that is missing",
+            ImportError,
+            remedy=f"; {VIDEO_REMEDY}",
+        ),
         from_hub(where, source),
     ):
-        processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        processor: Any = AutoProcessor.from_pretrained(
+            source, trust_remote_code=settings.trust_remote_code
+        )
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
             f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text; use another"
         )
     if getattr(processor, "chat_template", None) is None:
-        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, which data.messages need")
+        raise ConfigError(
+            f"model.tokenizer = {source!r}: has no chat template, which data.messages need"
+        )
     refuse_broken(processor, where)
     _refuse_foreign(tokenizer, text_config(model_config).vocab_size)
     return processor
 
 
 def build_model(
-    settings: ModelConfig, model_config: PreTrainedConfig, *, seed: int = 0, sees: bool = False
+    settings: ModelConfig,
+    model_config: PreTrainedConfig,
+    *,
+    seed: int = 0,
+    sees: bool = False,
 ) -> PreTrainedModel:
     """Build the model in model.parameter_dtype: a new one on the CPU, one from a folder without weights so far."""
-    dtype, made_by = getattr(torch, settings.parameter_dtype), auto_class(model_config, sees=sees)
+    dtype, made_by = (
+        getattr(torch, settings.parameter_dtype),
+        auto_class(model_config, sees=sees),
+    )
     if settings.init == "scratch":
         torch.manual_seed(seed)
         return made_by.from_config(model_config, dtype=dtype)
@@ -200,23 +275,40 @@ def build_model(
     with refused(where, OSError, ValueError), from_hub(where, settings.path):
         folder = folder_of(settings.path)
     model, extra = unread_model(
-        where, folder, WeightFiles(folder, model_config), model_config, dtype,
-        trust_remote_code=settings.trust_remote_code, model_class=made_by,
-    )  # fmt: skip
+        where,
+        folder,
+        WeightFiles(folder, model_config),
+        model_config,
+        dtype,
+        trust_remote_code=settings.trust_remote_code,
+        model_class=made_by,
+    )
     if extra:
-        logger.warning("%s: the model has no place for %s, left out", where, first_of(extra))
+        logger.warning(
+            "%s: the model has no place for %s, left out", where, first_of(extra)
+        )
     return model
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
     decoder: Any = decoder_of(model)
     modules = (*decoder.modules(), model.get_output_embeddings())
-    return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
+    return sum(
+        module.weight.numel()
+        for module in modules
+        if isinstance(module, torch.nn.Linear)
+    )
 
 
-def flops_per_token(model_config: PreTrainedConfig, num_weights: float, length_tokens: float) -> float:
+def flops_per_token(
+    model_config: PreTrainedConfig, num_weights: float, length_tokens: float
+) -> float:
     """Compute a training step's model FLOPs per token that sees ``length_tokens / 2`` keys; of states the products."""
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     without = without_attention(model_config)
-    sizes = [heads * size for number, ((heads, _), size) in enumerate(counts) if number not in without]
+    sizes = [
+        heads * size
+        for number, ((heads, _), size) in enumerate(counts)
+        if number not in without
+    ]
     return training_flops(num_weights, 1, length_tokens / 2 * sum(sizes))

@@ -15,7 +15,9 @@ from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
 """Exit code of a run that was stopped and has saved: sysexits' "temporary failure"; start it again to resume."""
-EXIT_ABORTED: Final = 130  # exit code of a rank that was interrupted again and did not finish its step
+EXIT_ABORTED: Final = (
+    130  # exit code of a rank that was interrupted again and did not finish its step
+)
 
 
 class StopRequest:
@@ -26,9 +28,10 @@ class StopRequest:
     """
 
     def __init__(
-        self, announce: Callable[[str], None] = lambda line: None,
+        self,
+        announce: Callable[[str], None] = lambda line: None,
         abort: Callable[[], None] = lambda: os._exit(EXIT_ABORTED),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.signal_name: str | None = None
         self._announce, self._abort = announce, abort
         self._previous: dict[signal.Signals, Any] = {}
@@ -41,9 +44,13 @@ class StopRequest:
             self._inbox, self._outbox = os.pipe()
             os.set_blocking(self._outbox, False)
             self._before = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
-            self._listener = threading.Thread(target=self._listen, name="stop signals", daemon=True)
+            self._listener = threading.Thread(
+                target=self._listen, name="stop signals", daemon=True
+            )
             self._listener.start()
-            self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+            self._previous = {
+                number: signal.signal(number, self._receive) for number in STOP_SIGNALS
+            }
         return self
 
     def __exit__(self, *_: object) -> None:

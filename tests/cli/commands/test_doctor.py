@@ -11,31 +11,55 @@ from tests.surface import check_object
 def check(result, ranks):
     keys = "devices backends kernels flops bandwidth_bytes_per_second min_block_tokens problems"
     assert set(keys.split()) <= result.keys()
-    assert result["min_block_tokens"] == round(result["flops"] / result["bandwidth_bytes_per_second"])
-    assert all({"available", "serves", "why_not"} == kernel.keys() for kernel in result["kernels"].values())
-    assert len(result["cluster"]["ranks"]) == ranks and result["cluster"]["ring_error"] < 1e-6
+    assert result["min_block_tokens"] == round(
+        result["flops"] / result["bandwidth_bytes_per_second"]
+    )
+    assert all(
+        {"available", "serves", "why_not"} == kernel.keys()
+        for kernel in result["kernels"].values()
+    )
+    assert (
+        len(result["cluster"]["ranks"]) == ranks
+        and result["cluster"]["ring_error"] < 1e-6
+    )
     assert result["backends"]["gloo"] and result["can_train"]
 
 
 def test_it_prints_one_object(monkeypatch, capsys):
-    result = json.loads(printed(monkeypatch, capsys, "doctor", "--ranks", "2", "--json"))
+    result = json.loads(
+        printed(monkeypatch, capsys, "doctor", "--ranks", "2", "--json")
+    )
     check(result, 2)
     check_object("doctor", result)
-    listens = [address for rank in result["cluster"]["ranks"] for address in rank["listens"]]
-    assert all(address.startswith("127.0.0.1:") for address in listens), "local ranks listen on loopback alone"
+    listens = [
+        address for rank in result["cluster"]["ranks"] for address in rank["listens"]
+    ]
+    assert all(address.startswith("127.0.0.1:") for address in listens), (
+        "local ranks listen on loopback alone"
+    )
 
 
 RESULT = {
     "versions": {"python": "3.11.7", "nccl": None},
-    "devices": [{"kind": "cpu", "name": "a processor", "cores": 2, "memory_bytes": 8 << 30}],
+    "devices": [
+        {"kind": "cpu", "name": "a processor", "cores": 2, "memory_bytes": 8 << 30}
+    ],
     "backends": {"gloo": True, "nccl": False},
-    "kernels": {"cpu": {"available": True, "serves": {"causal": 1.0, "window": 0.6}, "why_not": None}},
+    "kernels": {
+        "cpu": {
+            "available": True,
+            "serves": {"causal": 1.0, "window": 0.6},
+            "why_not": None,
+        }
+    },
     "measured_flops": [{"what": "attention", "dtype": "bfloat16", "flops": 2e12}],
     "bandwidth_bytes_per_second": None,
     "min_block_tokens": None,
     "cluster": None,
     "trial": {"error": 1e-7, "seconds": 2.5, "failure": None, "failed_at": None},
-    "missing": [{"name": "torchao", "needed_for": "8 bits", "remedy": "pip install torchao"}],
+    "missing": [
+        {"name": "torchao", "needed_for": "8 bits", "remedy": "pip install torchao"}
+    ],
     "problems": [{"what": "torch is [old]", "remedy": "renew it", "stops": True}],
     "can_train": False,
 }
@@ -44,19 +68,38 @@ RESULT = {
 def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT)
     text = printed(monkeypatch, capsys, "doctor", code=1)
-    for expected in ("a processor", "window 60%", "! torch is [old]; renew it", "cannot train", "pip install torchao"):
+    for expected in (
+        "a processor",
+        "window 60%",
+        "! torch is [old]; renew it",
+        "cannot train",
+        "pip install torchao",
+    ):
         assert expected in text
 
 
 def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    no_cuda = {"available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none"}
+    no_cuda = {
+        "available": False,
+        "serves": {},
+        "why_not": "it needs a CUDA device, and this machine has none",
+    }
     missing = {"available": False, "serves": {}, "why_not": "it is not installed"}
-    kernels = RESULT["kernels"] | dict.fromkeys(("cudnn", "flash", "triton"), no_cuda) | {"flash3": missing}
-    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"kernels": kernels})
+    kernels = (
+        RESULT["kernels"]
+        | dict.fromkeys(("cudnn", "flash", "triton"), no_cuda)
+        | {"flash3": missing}
+    )
+    monkeypatch.setattr(
+        doctor, "examine", lambda ranks, doing: RESULT | {"kernels": kernels}
+    )
     text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("CUDA") == 1
-    assert "not here: cudnn, flash, triton: it needs a CUDA device, and this machine has none" in text
+    assert (
+        "not here: cudnn, flash, triton: it needs a CUDA device, and this machine has none"
+        in text
+    )
     assert "not here: flash3: it is not installed" in text
 
 
@@ -69,7 +112,9 @@ def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsy
     rank = {"host": "a", "device": "cpu", "listens": []}
     cluster = {"ranks": [rank, rank], "links": [], "ring_error": 1e-7}
     cluster |= {"clock_offset_seconds": [0.0, -3e-4], "clock_uncertainty_seconds": 0.0}
-    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster})
+    monkeypatch.setattr(
+        doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster}
+    )
     text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("+0 ") == 2 and "-0 " not in text
     assert "losses differ from one process by 1.0e-07, 2.5 s" in text

@@ -20,7 +20,9 @@ def test_it_prints_one_object_and_imports_no_framework():
         "try: main()\n"
         "finally: print(sorted({'torch', 'jax', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.strip() == "[]"
     assert json.loads(done.stdout)["fits"] is True
@@ -28,10 +30,20 @@ def test_it_prints_one_object_and_imports_no_framework():
 
 def test_it_prints_tables_for_people(monkeypatch, capsys):
     short, text = (
-        printed(monkeypatch, capsys, "plan", "--devices", "8", "--length", "262144", *more)
+        printed(
+            monkeypatch, capsys, "plan", "--devices", "8", "--length", "262144", *more
+        )
         for more in ((), ("--explain",))
     )
-    answer = ("fits: yes", "a step: ", "limit: computing", "longest sequence", "NVIDIA H100 80 GB", "mesh", "made for")
+    answer = (
+        "fits: yes",
+        "a step: ",
+        "limit: computing",
+        "longest sequence",
+        "NVIDIA H100 80 GB",
+        "mesh",
+        "made for",
+    )
     details = ("c >= F / B", "FLOP/s", "[mesh]", "rs.parallelize(")
     assert all(expected in short and expected in text for expected in answer)
     assert all(expected in text and expected not in short for expected in details)
@@ -42,11 +54,31 @@ def test_it_prints_tables_for_people(monkeypatch, capsys):
     [
         ("ring", (), "chosen", "ring: the plan chose it"),
         ("ulysses", (), "time", "ulysses: 1.1% slower"),
-        ("ulysses", ("--devices", "64"), "heads", "32 query and 8 key/value heads do not split evenly"),
-        ("ulysses", ("--length", "10000000"), "memory", "does not fit, and the plan does not either"),
-        ("fsdp", ("--length", "1048576"), "memory", "does not fit; at most 457,942 tokens do"),
+        (
+            "ulysses",
+            ("--devices", "64"),
+            "heads",
+            "32 query and 8 key/value heads do not split evenly",
+        ),
+        (
+            "ulysses",
+            ("--length", "10000000"),
+            "memory",
+            "does not fit, and the plan does not either",
+        ),
+        (
+            "fsdp",
+            ("--length", "1048576"),
+            "memory",
+            "does not fit; at most 457,942 tokens do",
+        ),
         ("fsdp", (), "time", "1 of 8 devices have a sequence"),
-        ("fsdp", ("--length", "8192", "--batch", "8"), "better", "fits, and is the better choice"),
+        (
+            "fsdp",
+            ("--length", "8192", "--batch", "8"),
+            "better",
+            "fits, and is the better choice",
+        ),
     ],
 )
 def test_why_the_plan_is_not_another(monkeypatch, capsys, asked, options, reason, line):
@@ -56,15 +88,30 @@ def test_why_the_plan_is_not_another(monkeypatch, capsys, asked, options, reason
     answer = json.loads(printed(monkeypatch, capsys, *asking, "--json"))["why_not"]
     assert answer["reason"] == reason and "\n".join(answer["lines"]) == text.strip()
     if asked != "fsdp" and reason != "heads":
-        given = json.loads(printed(monkeypatch, capsys, "plan", *options, "--route", asked, "--json"))
+        given = json.loads(
+            printed(monkeypatch, capsys, "plan", *options, "--route", asked, "--json")
+        )
         assert answer["peak_bytes"] == given["peak_bytes"] + given["reserve_bytes"]
         assert answer["step_seconds"] == given["step_seconds"]
 
 
 def test_plain_fsdp_on_one_device_is_the_plan(monkeypatch, capsys):
-    options = ("--model", "qwen3-0.6b", "--devices", "1", "--length", "4096", "--why-not", "fsdp", "--json")
+    options = (
+        "--model",
+        "qwen3-0.6b",
+        "--devices",
+        "1",
+        "--length",
+        "4096",
+        "--why-not",
+        "fsdp",
+        "--json",
+    )
     result = json.loads(printed(monkeypatch, capsys, "plan", *options))
-    assert result["why_not"]["peak_bytes"] == result["peak_bytes"] + result["reserve_bytes"]
+    assert (
+        result["why_not"]["peak_bytes"]
+        == result["peak_bytes"] + result["reserve_bytes"]
+    )
     assert result["why_not"]["step_seconds"] == result["step_seconds"]
 
 
@@ -74,29 +121,46 @@ GENERATE = ("--generate", "--prompt", "100000", "--new-tokens", "50")
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(
     "options",
-    [("--devices", "8"), ("--devices", "1"), ("--batch", "16"), ("--model", "llama-3.1-405b"), ("--prompt", "9")],
+    [
+        ("--devices", "8"),
+        ("--devices", "1"),
+        ("--batch", "16"),
+        ("--model", "llama-3.1-405b"),
+        ("--prompt", "9"),
+    ],
 )
-def test_the_text_of_generation_says_what_the_object_does(monkeypatch, capsys, options, columns):
+def test_the_text_of_generation_says_what_the_object_does(
+    monkeypatch, capsys, options, columns
+):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = printed(monkeypatch, capsys, "plan", *GENERATE, *options).splitlines()
-    result = json.loads(printed(monkeypatch, capsys, "plan", *GENERATE, *options, "--json"))
+    result = json.loads(
+        printed(monkeypatch, capsys, "plan", *GENERATE, *options, "--json")
+    )
     assert lines[0].startswith(f"fits: {'yes' if result['fits'] else 'no'}, ")
     assert lines[1].startswith("longest prompt that fits: ")
-    assert ("one device would be the better choice" in lines) == (result["one_device_is_better"] and "1" not in options)
+    assert ("one device would be the better choice" in lines) == (
+        result["one_device_is_better"] and "1" not in options
+    )
     unwrapped = " ".join(lines)
     assert all(reason.split(": ")[0][:60] in unwrapped for reason in result["reasons"])
     assert ("to generate:" in lines) == result["fits"]
     if result["fits"]:
         command = lines[lines.index("to generate:") + 1]
         assert command.startswith(
-            "ringspan generate" if result["mesh"]["replicate"] == 1 and "16" not in options else "mesh"
+            "ringspan generate"
+            if result["mesh"]["replicate"] == 1 and "16" not in options
+            else "mesh"
         )
     assert max(map(len, lines[: lines.index("why")])) <= columns
 
 
 def test_the_keys_of_the_objects_are_those_of_before(monkeypatch, capsys):
     check_object("plan", json.loads(printed(monkeypatch, capsys, "plan", "--json")))
-    check_object("plan --generate", json.loads(printed(monkeypatch, capsys, "plan", *GENERATE, "--json")))
+    check_object(
+        "plan --generate",
+        json.loads(printed(monkeypatch, capsys, "plan", *GENERATE, "--json")),
+    )
 
 
 def test_what_generate_refuses_is_said_and_not_told_how_to_run(monkeypatch, capsys):
@@ -107,13 +171,18 @@ def test_what_generate_refuses_is_said_and_not_told_how_to_run(monkeypatch, caps
     )
     assert "to generate:" not in lines
     result = json.loads(printed(monkeypatch, capsys, "plan", *options, "--json"))
-    assert result["positions"] == 131_072 and "ringspan generate refuses 1,000,050 tokens" in result["reasons"][0]
+    assert (
+        result["positions"] == 131_072
+        and "ringspan generate refuses 1,000,050 tokens" in result["reasons"][0]
+    )
 
 
 def test_generate_accepts_the_examples_of_generation(monkeypatch, capsys):
     example = EPILOG.rpartition("ringspan plan ")[2].split()
     result = json.loads(printed(monkeypatch, capsys, "plan", *example, "--json"))
-    assert result["fits"] and not any("refuses" in reason for reason in result["reasons"])
+    assert result["fits"] and not any(
+        "refuses" in reason for reason in result["reasons"]
+    )
 
 
 def test_nodes_change_the_links(monkeypatch, capsys):
@@ -131,8 +200,10 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
     drawn = ("--trace", "--rank", "2", "--picture", str(picture))
     traced = json.loads(printed(monkeypatch, capsys, "plan", *options, *drawn))
     assert traced["rank"] == 2 and {point["phase"] for point in traced["timeline"]} == {
-        "forward", "backward", "optimizer",
-    }  # fmt: skip
+        "forward",
+        "backward",
+        "optimizer",
+    }
     assert traced["peak_bytes"] == pytest.approx(formula["peak_bytes"], rel=0.10)
     assert traced["step_seconds"] == formula["step_seconds"]
     assert "<svg" in picture.read_text(encoding="utf-8")
@@ -143,15 +214,31 @@ def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message)
     assert message in refusal(monkeypatch, capsys, "plan", *arguments)
 
 
-GENERATED = ("--generate", "--devices", "8", "--device", "h100", "--prompt", "130000", "--new-tokens", "500")
+GENERATED = (
+    "--generate",
+    "--devices",
+    "8",
+    "--device",
+    "h100",
+    "--prompt",
+    "130000",
+    "--new-tokens",
+    "500",
+)
 
 
 @pytest.mark.parametrize("page", ["planning.md", "start.md"])
 def test_the_pages_show_what_is_printed(monkeypatch, capsys, page):
     text = (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
-    shown = [block for block in re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE) if "    fits: " in block]
+    shown = [
+        block
+        for block in re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
+        if "    fits: " in block
+    ]
     commands = (("--devices", "8", "--device", "h100", "--length", "524288"), GENERATED)
     assert len(shown) == (2 if page == "planning.md" else 1)
     for block, options in zip(shown, commands, strict=False):
-        printed_now = printed(monkeypatch, capsys, "plan", "--model", "llama-3.1-8b", *options)
+        printed_now = printed(
+            monkeypatch, capsys, "plan", "--model", "llama-3.1-8b", *options
+        )
         assert " ".join(block.split()) in " ".join(printed_now.split())

@@ -18,21 +18,56 @@ def model(tmp_path):
 def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
     options = ("--model", model, "--devices", "4", "--length", "512", "--json")
     plan = json.loads(printed(monkeypatch, capsys, "plan", *options))
-    result = json.loads(printed(monkeypatch, capsys, "rehearse", *options, "--rank", "2", "--bandwidth", "1e3"))
+    result = json.loads(
+        printed(
+            monkeypatch,
+            capsys,
+            "rehearse",
+            *options,
+            "--rank",
+            "2",
+            "--bandwidth",
+            "1e3",
+        )
+    )
     check_object("rehearse", result)
     assert plan.items() <= result.items()
     assert result["rank"] == 2 and len(result["layers"]) == 2
     assert result["measured_peak_bytes"] >= sum(result["measured_bytes"].values())
-    done = result["measured_matmul_utilization"] * result["measured_matmul_flops"] * result["measured_step_seconds"]
-    assert done == pytest.approx(plan["flops_per_step"] / 4) and result["measured_step_seconds"] > 0
+    done = (
+        result["measured_matmul_utilization"]
+        * result["measured_matmul_flops"]
+        * result["measured_step_seconds"]
+    )
+    assert (
+        done == pytest.approx(plan["flops_per_step"] / 4)
+        and result["measured_step_seconds"] > 0
+    )
     waits = result["predicted_exposed_seconds"]
-    assert result["predicted_step_seconds"] == pytest.approx(result["measured_step_seconds"] + waits)
+    assert result["predicted_step_seconds"] == pytest.approx(
+        result["measured_step_seconds"] + waits
+    )
     assert waits > plan["link_bytes_per_step"]["ring"] / 1e3 / 2
 
 
 def test_it_prints_tables_for_people(monkeypatch, capsys, model):
-    text = printed(monkeypatch, capsys, "rehearse", "--model", model, "--devices", "2", "--length", "256")
-    for expected in ("rank 0 of replicate 1 x ring 1 x tp 2", "measured", "communication", "waiting for links"):
+    text = printed(
+        monkeypatch,
+        capsys,
+        "rehearse",
+        "--model",
+        model,
+        "--devices",
+        "2",
+        "--length",
+        "256",
+    )
+    for expected in (
+        "rank 0 of replicate 1 x ring 1 x tp 2",
+        "measured",
+        "communication",
+        "waiting for links",
+    ):
         assert expected in text
 
 

@@ -19,7 +19,9 @@ from tests.fuzz import examples
 
 @given(masks, lengths, st.integers(1, 9), st.integers(1, 8))
 @examples(200)
-def test_each_position_is_held_once_and_ranks_hold_equally_many(mask, length, ranks, chunk_tokens):
+def test_each_position_is_held_once_and_ranks_hold_equally_many(
+    mask, length, ranks, chunk_tokens
+):
     layout = balanced(mask, length=length, ranks=ranks, chunk_tokens=chunk_tokens)
     each = -(-length // ranks)
     assert [layout.tokens_of(rank) for rank in range(ranks)] == [each] * ranks
@@ -38,7 +40,12 @@ def work(layout, mask):
     return np.array(
         [
             sum(
-                int((pairs_before(regions, span.start + span.count) - pairs_before(regions, span.start)).sum())
+                int(
+                    (
+                        pairs_before(regions, span.start + span.count)
+                        - pairs_before(regions, span.start)
+                    ).sum()
+                )
                 for span in layout.spans(rank)
                 if span.start < layout.length
             )
@@ -48,7 +55,10 @@ def work(layout, mask):
 
 
 def sent(layout, mask):
-    return sum(make_schedule(layout, mask, rank, route="all-gather").sent_tokens for rank in range(layout.ranks))
+    return sum(
+        make_schedule(layout, mask, rank, route="all-gather").sent_tokens
+        for rank in range(layout.ranks)
+    )
 
 
 @given(masks, lengths, st.integers(1, 6))
@@ -59,17 +69,30 @@ def test_work_is_counted_as_the_schedule_counts_it(mask, length, ranks):
     assert work(layout, mask).tolist() == counted
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(2, 5), st.sampled_from(sorted(LAYOUTS)))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    st.integers(2, 5),
+    st.sampled_from(sorted(LAYOUTS)),
+)
 @examples(100)
 def test_the_benchmark_counts_pairs_and_what_others_need(documents, ranks, name):
     layout = LAYOUTS[name](documents, ranks)
-    owner, seen = np.empty(layout.padded_length, int), np.concatenate([np.arange(n) + 1 for n in documents])
+    owner, seen = (
+        np.empty(layout.padded_length, int),
+        np.concatenate([np.arange(n) + 1 for n in documents]),
+    )
     for rank in range(ranks):
         owner[layout.positions(rank)] = rank
     stops = np.repeat(np.cumsum(documents), documents)
     work = np.bincount(owner[: len(seen)], weights=seen, minlength=ranks)
-    needed = sum(len({*owner[token:stop].tolist()}) - 1 for token, stop in enumerate(stops.tolist()))
-    assert counted(layout, documents) == (pytest.approx(work.max() / work.mean()), needed)
+    needed = sum(
+        len({*owner[token:stop].tolist()}) - 1
+        for token, stop in enumerate(stops.tolist())
+    )
+    assert counted(layout, documents) == (
+        pytest.approx(work.max() / work.mean()),
+        needed,
+    )
 
 
 @pytest.mark.parametrize("ranks", [4, 16, 64])
@@ -98,7 +121,9 @@ def test_what_the_first_leeway_leaves_uneven_is_placed_again():
     first = Placing(stretches(mask, 1 << 20), 1 << 20, 64, 128, 1.0)
     first.place_all()
     assert first.most_above > 0.03 * first.mean
-    assert counted(first.layout(), documents)[0] == pytest.approx(1 + first.most_above / first.mean)
+    assert counted(first.layout(), documents)[0] == pytest.approx(
+        1 + first.most_above / first.mean
+    )
     assert counted(balanced(mask, length=1 << 20, ranks=64), documents)[0] <= 1.03
 
 
@@ -109,7 +134,14 @@ def test_work_continues_over_documents_that_ranks_share():
     pairs = some.pairs.tolist()
     halves = np.array([3000, 3000])
     cuts = [
-        cut_by_work(some, document, np.array([document, document + 1]), halves, np.full(2, pairs[document] / 2), 0.0)
+        cut_by_work(
+            some,
+            document,
+            np.array([document, document + 1]),
+            halves,
+            np.full(2, pairs[document] / 2),
+            0.0,
+        )
         for document in range(2)
     ]
     work = np.zeros(3)
@@ -136,7 +168,9 @@ def test_more_work_than_all_lack_is_shared_evenly():
     """A rank with much room takes no more of what is too much for all than the others do."""
     documents = code(65_536)
     first = Placing(stretches(rs.documents(documents), 65_536), 65_536, 64, 128, 1.0)
-    _, counts, share = first._shared(900, 1000.0, 0.0, np.array([500.0] + [1.0] * 63), np.arange(64))
+    _, counts, share = first._shared(
+        900, 1000.0, 0.0, np.array([500.0] + [1.0] * 63), np.arange(64)
+    )
     assert counts.sum() == 900
     np.testing.assert_allclose(share - np.array([500.0] + [1.0] * 63), 437 / 64)
 
@@ -151,18 +185,25 @@ def test_documents_that_fit_are_sent_nowhere():
 def test_few_documents_are_cut():
     """Of 500 documents on 4 ranks, at most one for each rank is cut, and little of it is sent."""
     documents = lognormal(1 << 20)
-    (_, tokens), (_, by_zigzag) = (counted(LAYOUTS[name](documents, 4), documents) for name in ("balanced", "zigzag"))
+    (_, tokens), (_, by_zigzag) = (
+        counted(LAYOUTS[name](documents, 4), documents)
+        for name in ("balanced", "zigzag")
+    )
     assert tokens <= by_zigzag / 20
 
 
 def test_balancing_thousands_of_documents_checks_rarely(monkeypatch):
     """It takes as long as placing dozens of them, and most of these are placed as they come."""
     asked, missing = [], Placing._missing
-    monkeypatch.setattr(Placing, "_missing", lambda *given: asked.append(1) or missing(*given))
+    monkeypatch.setattr(
+        Placing, "_missing", lambda *given: asked.append(1) or missing(*given)
+    )
     lengths = lognormal(1 << 22)
     layout = balanced(rs.documents(lengths), length=sum(lengths), ranks=16)
     pairs = work(layout, rs.documents(lengths))
-    assert len(lengths) > 1000 and len(asked) < 20 and pairs.max() / pairs.mean() <= 1.03
+    assert (
+        len(lengths) > 1000 and len(asked) < 20 and pairs.max() / pairs.mean() <= 1.03
+    )
 
 
 @pytest.mark.parametrize("mask", [rs.causal(), rs.full(), rs.prefix_lm(700)])

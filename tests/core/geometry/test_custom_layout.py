@@ -33,15 +33,25 @@ def test_each_allowed_pair_is_computed_exactly_once(queries, data, mask, route):
     assert np.array_equal(counts, expected)
 
 
-@given(layouts.filter(lambda layout: layout.name != "striped"), masks, st.sampled_from(ROUTES))
+@given(
+    layouts.filter(lambda layout: layout.name != "striped"),
+    masks,
+    st.sampled_from(ROUTES),
+)
 @examples(200)
 def test_a_named_layout_written_out_sends_the_same(layout, mask, route):
     assume(exists(route, layout.ranks))
-    parts = [[(span.start, span.count) for span in layout.spans(rank)] for rank in range(layout.ranks)]
+    parts = [
+        [(span.start, span.count) for span in layout.spans(rank)]
+        for rank in range(layout.ranks)
+    ]
     custom = CustomLayout.of(parts, layout.length)
     assert custom.tokens_per_rank == layout.tokens_per_rank
     for rank in range(layout.ranks):
-        one, other = make_schedule(layout, mask, rank, None, route), make_schedule(custom, mask, rank, None, route)
+        one, other = (
+            make_schedule(layout, mask, rank, None, route),
+            make_schedule(custom, mask, rank, None, route),
+        )
         assert one.hops == other.hops
 
 
@@ -55,20 +65,40 @@ def test_keys_that_nobody_holds_are_seen_by_nobody():
 def test_unequal_shares_are_counted_and_have_no_tokens_per_rank():
     layout = CustomLayout.of([[(0, 3), (10, 2)], [(3, 7)], []])
     assert [layout.tokens_of(rank) for rank in range(3)] == [5, 7, 0]
-    assert layout.length == layout.padded_length == 12 and layout.positions(0).tolist() == [0, 1, 2, 10, 11]
+    assert layout.length == layout.padded_length == 12 and layout.positions(
+        0
+    ).tolist() == [0, 1, 2, 10, 11]
     with pytest.raises(LayoutError) as raised:
         _ = layout.tokens_per_rank
-    assert str(raised.value) == "the ranks of this layout hold 0 to 7 tokens; equal ones are needed"
+    assert (
+        str(raised.value)
+        == "the ranks of this layout hold 0 to 7 tokens; equal ones are needed"
+    )
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([[(0, 4)], [(3, 2)]], "a custom layout has positions 3 to 3 in two runs; each may be in one"),
-        ([[(2, 3), (0, 9)]], "a custom layout has positions 2 to 4 in two runs; each may be in one"),
-        ([[(-1, 2)]], "a custom layout has a run from -1, which is before the sequence; positions start at 0"),
-        ([[(4, 0)]], "a custom layout has a run of 0 positions at 4; each needs at least one"),
-        ([[(0, 4, 2)]], "a custom layout has a run from 0 in steps of 2; runs are of consecutive positions"),
+        (
+            [[(0, 4)], [(3, 2)]],
+            "a custom layout has positions 3 to 3 in two runs; each may be in one",
+        ),
+        (
+            [[(2, 3), (0, 9)]],
+            "a custom layout has positions 2 to 4 in two runs; each may be in one",
+        ),
+        (
+            [[(-1, 2)]],
+            "a custom layout has a run from -1, which is before the sequence; positions start at 0",
+        ),
+        (
+            [[(4, 0)]],
+            "a custom layout has a run of 0 positions at 4; each needs at least one",
+        ),
+        (
+            [[(0, 4, 2)]],
+            "a custom layout has a run from 0 in steps of 2; runs are of consecutive positions",
+        ),
         ([[(0, 2.5)]], "the count of a run must be an integer, got 2.5 (float)"),
         (
             [(0, 9)],
@@ -95,7 +125,10 @@ def test_runs_that_are_none_or_overlap_raise(parts, message):
 )
 def test_a_layout_that_leaves_out_positions_cannot_be_sharded(parts, length, message):
     layout = CustomLayout.of(parts, length=length)
-    for raises in (lambda x: rs.shard(x, layout, 0, 0), lambda x: rs.unshard(x, layout, None, 0)):
+    for raises in (
+        lambda x: rs.shard(x, layout, 0, 0),
+        lambda x: rs.unshard(x, layout, None, 0),
+    ):
         with pytest.raises(LayoutError) as raised:
             raises(torch.zeros(layout.length))
         expected = f"a custom layout must hold every position to be sharded, this one {message}"
@@ -104,7 +137,10 @@ def test_a_layout_that_leaves_out_positions_cannot_be_sharded(parts, length, mes
 
 def test_runs_in_any_order_are_sharded_and_padded():
     layout = CustomLayout.of([[(4, 2), (0, 2)], [(2, 2), (6, 3)]], length=8)
-    parts = [rs.shard(torch.arange(8), layout, rank, 0, value=-1).tolist() for rank in range(2)]
+    parts = [
+        rs.shard(torch.arange(8), layout, rank, 0, value=-1).tolist()
+        for rank in range(2)
+    ]
     assert parts == [[4, 5, 0, 1], [2, 3, 6, 7, -1]]
 
 

@@ -12,7 +12,9 @@ from tests.core.strategies import layouts
 def test_every_padded_position_lives_on_exactly_one_rank(layout):
     assert sorted(layout.permutation.tolist()) == list(range(layout.padded_length))
     assert layout.length <= layout.padded_length < layout.length + layout.granularity
-    assert {len(layout.positions(rank)) for rank in range(layout.ranks)} == {layout.tokens_per_rank}
+    assert {len(layout.positions(rank)) for rank in range(layout.ranks)} == {
+        layout.tokens_per_rank
+    }
 
 
 @given(layouts)
@@ -39,13 +41,19 @@ def test_a_rank_outside_of_the_layout_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("diagonal", 8, 2), "unknown layout 'diagonal'; choose one of contiguous, striped, zigzag"),
+        (
+            ("diagonal", 8, 2),
+            "unknown layout 'diagonal'; choose one of contiguous, striped, zigzag",
+        ),
         (("zigzag", 0, 2), "length must be at least 1, got 0"),
         (("zigzag", 8, 0), "ranks must be at least 1, got 0"),
         (("zigzag", 8.5, 2), r"length must be an integer, got 8\.5"),
         (("zigzag", True, 2), "length must be an integer, got True"),
         (("zigzag", 8, "2"), "ranks must be an integer, got '2'"),
-        ((3, 8, 2), "a layout's name must be one of contiguous, striped, zigzag, got 3"),
+        (
+            (3, 8, 2),
+            "a layout's name must be one of contiguous, striped, zigzag, got 3",
+        ),
     ],
 )
 def test_bad_layouts_are_refused_with_their_value(arguments, message):

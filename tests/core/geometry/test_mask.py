@@ -30,7 +30,9 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("mask", "expected"), EXPECTED, ids=[str(mask) for mask, _ in EXPECTED])
+@pytest.mark.parametrize(
+    ("mask", "expected"), EXPECTED, ids=[str(mask) for mask, _ in EXPECTED]
+)
 def test_masks_are_what_their_docstrings_say(mask, expected):
     assert np.array_equal(dense(mask), expected)
 
@@ -39,7 +41,9 @@ def test_masks_are_what_their_docstrings_say(mask, expected):
 def test_documents_see_only_themselves(window):
     document = np.repeat([0, 1, 2], [7, 1, 9])
     document = np.concatenate([document, [-1] * (LENGTH - len(document))])
-    expected = (document[:, None] == document[None, :]) & (document[:, None] >= 0) & (Q >= K)
+    expected = (
+        (document[:, None] == document[None, :]) & (document[:, None] >= 0) & (Q >= K)
+    )
     if window:
         expected &= window > Q - K
     assert np.array_equal(dense(rs.documents([7, 1, 9], window=window)), expected)
@@ -68,13 +72,27 @@ def test_spec_reads_back(mask):
     assert rs.Mask.parse(mask.spec) == mask
 
 
-@given(st.sampled_from(["causal", "full", "window:4", "prefix:3", "documents:3,5", "frames:2,2"]))
+@given(
+    st.sampled_from(
+        ["causal", "full", "window:4", "prefix:3", "documents:3,5", "frames:2,2"]
+    )
+)
 def test_short_forms_read_back_by_name(text):
     assert str(rs.Mask.parse(text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["", "casual", "window", "window:x", "window:0", "documents:", "regions:1,2", "causal:3"]
+    "text",
+    [
+        "",
+        "casual",
+        "window",
+        "window:x",
+        "window:0",
+        "documents:",
+        "regions:1,2",
+        "causal:3",
+    ],
 )
 def test_unreadable_masks_are_refused(text):
     with pytest.raises(rs.MaskError):
@@ -108,22 +126,37 @@ def test_exactly_masks_that_count_a_pair_twice_overlap(several):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rs.documents([4.7, 3.2]), r"a document's length must be an integer, got 4\.7"),
+        (
+            lambda: rs.documents([4.7, 3.2]),
+            r"a document's length must be an integer, got 4\.7",
+        ),
         (lambda: rs.documents("35"), "a list of lengths"),
         (lambda: rs.documents(5), "a list of lengths"),
-        (lambda: rs.documents([3], is_causal="no"), "is_causal must be True or False, got 'no'"),
+        (
+            lambda: rs.documents([3], is_causal="no"),
+            "is_causal must be True or False, got 'no'",
+        ),
         (lambda: rs.documents([3], window=2.5), "window must be an integer"),
         (lambda: rs.frames([]), "frames need at least one length"),
         (lambda: rs.frames([4, 0]), "each at least one token"),
-        (lambda: rs.frames([4], window=0), "a window of frames must hold at least one, got window=0"),
+        (
+            lambda: rs.frames([4], window=0),
+            "a window of frames must hold at least one, got window=0",
+        ),
         (lambda: rs.sliding_window(True), "window must be an integer, got True"),
-        (lambda: rs.sliding_window(4, global_tokens="1"), "global_tokens must be an integer"),
+        (
+            lambda: rs.sliding_window(4, global_tokens="1"),
+            "global_tokens must be an integer",
+        ),
         (lambda: rs.prefix_lm(None), "prefix must be an integer, got None"),
         (lambda: rs.chunked(2.5, length=8), "size must be an integer"),
         (lambda: rs.chunked(2, length="8"), "length must be an integer"),
         (lambda: rs.sliding_window(1 << 61), r"at most 2\*\*60"),
         (lambda: rs.Mask.parse(3), "the text of a mask must be a str, got 3"),
-        (lambda: rs.Mask.parse("regions:0,99999999999999999999,0,1,,"), r"at most 2\*\*60"),
+        (
+            lambda: rs.Mask.parse("regions:0,99999999999999999999,0,1,,"),
+            r"at most 2\*\*60",
+        ),
         (lambda: rs.Mask("causal"), "a mask is a tuple of regions, got 'causal'"),
     ],
 )

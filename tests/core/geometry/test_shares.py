@@ -26,7 +26,10 @@ def step(shares: Shares, way: str, number: int) -> None:
 
 
 def held_by(runs) -> list[list[int]]:
-    return [[position for start, count in of for position in range(start, start + count)] for of in runs]
+    return [
+        [position for start, count in of for position in range(start, start + count)]
+        for of in runs
+    ]
 
 
 @given(st.integers(1, 5), steps)
@@ -41,11 +44,15 @@ def test_each_position_is_held_once_and_stays_where_it_is(ranks, steps):
         assert all(of == sorted(of) for of in held)
         now = {position: rank for rank, of in enumerate(held) for position in of}
         kept = min(length, shares.length)
-        assert [owners[position] for position in range(kept)] == [now[position] for position in range(kept)]
+        assert [owners[position] for position in range(kept)] == [
+            now[position] for position in range(kept)
+        ]
         owners = now
         for of in shares.runs():
             assert all(count > 0 for _, count in of)
-            assert all(start + count < after for (start, count), (after, _) in pairwise(of))
+            assert all(
+                start + count < after for (start, count), (after, _) in pairwise(of)
+            )
 
 
 @given(st.integers(1, 5), steps)
@@ -61,7 +68,9 @@ def test_the_layout_of_a_step_is_what_it_added(ranks, steps):
         layout = (shares.split if way == "split" else shares.deal)(count)
         now = held_by(shares.runs())
         added = [new[len(old) :] for old, new in zip(before, now, strict=True)]
-        assert [layout.positions(rank)[: len(of)].tolist() for rank, of in enumerate(added)] == added
+        assert [
+            layout.positions(rank)[: len(of)].tolist() for rank, of in enumerate(added)
+        ] == added
         assert layout.length == shares.length, "what is behind it is padding"
 
 
@@ -116,7 +125,9 @@ def test_what_is_held_from_a_position_on(ranks, steps, first):
         if expected:
             assert found == expected
         else:
-            assert len(found) == 1 and found[0] >= shares.length, "a rank without any holds one of padding"
+            assert len(found) == 1 and found[0] >= shares.length, (
+                "a rank without any holds one of padding"
+            )
 
 
 def test_a_block_is_written_to_one_rank_over_many_steps():

@@ -16,11 +16,19 @@ def painted(tile, rows, keys):
     """The tile's pairs on a canvas. Shape (rows, keys)."""
     canvas = np.zeros((rows, keys), int)
     i, j = np.mgrid[: tile.num_rows, : tile.num_keys]
-    canvas[tile.q0 : tile.q1, tile.k0 : tile.k1] = (i - j >= tile.lo) & (i - j <= tile.hi)
+    canvas[tile.q0 : tile.q1, tile.k0 : tile.k1] = (i - j >= tile.lo) & (
+        i - j <= tile.hi
+    )
     return canvas
 
 
-bands = st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(-16, 16), st.integers(0, 20), st.integers(0, 3))
+bands = st.tuples(
+    st.integers(1, 14),
+    st.integers(1, 14),
+    st.integers(-16, 16),
+    st.integers(0, 20),
+    st.integers(0, 3),
+)
 
 
 @given(bands)
@@ -34,8 +42,12 @@ def test_a_band_is_split_into_full_causal_and_anticausal_tiles(band):
         assert not expected.any()
         return
     pieces = list(tile.split())
-    assert all(piece.is_full or piece.is_causal or piece.is_anticausal for piece in pieces)
-    assert np.array_equal(sum(painted(piece, *expected.shape) for piece in pieces), expected)
+    assert all(
+        piece.is_full or piece.is_causal or piece.is_anticausal for piece in pieces
+    )
+    assert np.array_equal(
+        sum(painted(piece, *expected.shape) for piece in pieces), expected
+    )
     assert sum(piece.num_pairs for piece in pieces) == tile.num_pairs == expected.sum()
 
 
@@ -53,7 +65,10 @@ def test_mirroring_twice_changes_nothing(band):
     tile = cut(0, rows, 0, keys, lo, lo + width)
     if tile is not None:
         assert tile.mirrored(rows, keys).mirrored(rows, keys) == tile
-        assert np.array_equal(painted(tile.mirrored(rows, keys), rows, keys), painted(tile, rows, keys)[::-1, ::-1])
+        assert np.array_equal(
+            painted(tile.mirrored(rows, keys), rows, keys),
+            painted(tile, rows, keys)[::-1, ::-1],
+        )
 
 
 @given(masks, lengths)
@@ -64,7 +79,12 @@ def test_stretches_are_cut_where_no_pair_crosses(mask, length):
     assert [*cut.starts, length] == [0, *cut.stops]
     for stretch, (start, stop) in enumerate(zip(cut.starts, cut.stops, strict=True)):
         inside = dense[start:stop, start:stop]
-        assert inside.sum() == dense[start:stop].sum() == dense[:, start:stop].sum() == cut.pairs[stretch]
+        assert (
+            inside.sum()
+            == dense[start:stop].sum()
+            == dense[:, start:stop].sum()
+            == cut.pairs[stretch]
+        )
         counted = [dense[start:position].sum() for position in range(start, stop + 1)]
         assert cut.before(stretch, np.arange(start, stop + 1)).tolist() == counted
 
@@ -73,23 +93,40 @@ def test_stretches_are_cut_where_no_pair_crosses(mask, length):
 @examples(50)
 def test_documents_are_stretches_and_so_is_what_is_behind_them(lengths, behind):
     cut = stretches(rs.documents(lengths), sum(lengths) + behind)
-    assert (cut.stops - cut.starts).tolist() == [*lengths, *([behind] if behind else [])]
+    assert (cut.stops - cut.starts).tolist() == [
+        *lengths,
+        *([behind] if behind else []),
+    ]
 
 
 @given(masks, st.integers(2, 9), st.integers(1, 9), st.integers(1, 9))
 @examples(100)
-def test_cells_and_hulls_are_those_of_every_pair_of_stripes(mask, step, q_count, k_count):
+def test_cells_and_hulls_are_those_of_every_pair_of_stripes(
+    mask, step, q_count, k_count
+):
     regions = mask.table(step * q_count, step * k_count)
     a, b = np.mgrid[:step, :step]
-    met = meet(a[..., None], q_count, b[..., None], k_count, step, regions.T[:, None, None])
+    met = meet(
+        a[..., None], q_count, b[..., None], k_count, step, regions.T[:, None, None]
+    )
     is_met = met[1] > met[0]
     cells = stripe_cells(step, q_count, k_count, regions)
-    for weights, expected in ((cells.met[1] - cells.met[0], met[1] - met[0]), (cells.met[5] % 97, met[5] % 97)):
-        assert np.array_equal(cells.summed(weights, step), (expected * is_met).sum((1, 2)))
-    hulls = stripe_hulls(a.ravel(), b.ravel(), step, q_count, k_count, regions).reshape(2, step, step)
+    for weights, expected in (
+        (cells.met[1] - cells.met[0], met[1] - met[0]),
+        (cells.met[5] % 97, met[5] % 97),
+    ):
+        assert np.array_equal(
+            cells.summed(weights, step), (expected * is_met).sum((1, 2))
+        )
+    hulls = stripe_hulls(a.ravel(), b.ravel(), step, q_count, k_count, regions).reshape(
+        2, step, step
+    )
     seen = is_met.any(-1)
     assert np.array_equal(hulls.sum(0) < 0, seen)
-    bounds = [np.where(is_met, of, k_count).min(-1, initial=k_count) for of in (met[2], -met[3])]
+    bounds = [
+        np.where(is_met, of, k_count).min(-1, initial=k_count)
+        for of in (met[2], -met[3])
+    ]
     assert np.array_equal(hulls[:, seen], np.stack(bounds)[:, seen])
     for query in range(step):
         alone = stripe_cells(step, q_count, k_count, regions, query)

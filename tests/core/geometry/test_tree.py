@@ -14,10 +14,14 @@ from tests.fuzz import examples
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=9))
-    return lengths, [draw(st.integers(-1, number - 1)) for number in range(len(lengths))]
+    return lengths, [
+        draw(st.integers(-1, number - 1)) for number in range(len(lengths))
+    ]
 
 
-@given(given_tree=trees(), window=st.none() | st.integers(1, 9), chunk=st.integers(1, 6))
+@given(
+    given_tree=trees(), window=st.none() | st.integers(1, 9), chunk=st.integers(1, 6)
+)
 @examples(200)
 def test_any_tree_is_its_branches(given_tree, window, chunk):
     lengths, parents = given_tree
@@ -31,7 +35,9 @@ def test_any_tree_is_its_branches(given_tree, window, chunk):
             branch = [*range(starts[segment], starts[segment + 1]), *branch]
             segment = parents[segment]
         for place in range(len(branch) - lengths[number], len(branch)):
-            expected[branch[place], branch[: place + 1][-(window or place + 1) :]] = True
+            expected[branch[place], branch[: place + 1][-(window or place + 1) :]] = (
+                True
+            )
             in_chunks[branch[place], branch[place - place % chunk : place + 1]] = True
             assert whole.positions(starts[-1] + 2)[branch[place]] == place
             assert whole.before()[branch[place]] == (branch[place - 1] if place else -1)
@@ -39,7 +45,9 @@ def test_any_tree_is_its_branches(given_tree, window, chunk):
     everywhere = np.arange(starts[-1])
     assert (mask.dense(everywhere, everywhere) == expected).all()
     assert (whole.mask(chunk=chunk).dense(everywhere, everywhere) == in_chunks).all()
-    assert rs.tree(lengths, [-1] * len(lengths), window=window) == rs.documents(lengths, window=window)
+    assert rs.tree(lengths, [-1] * len(lengths), window=window) == rs.documents(
+        lengths, window=window
+    )
 
 
 def test_a_prompt_with_answers_has_a_region_each_and_one_shared():
@@ -52,7 +60,10 @@ def test_a_prompt_with_answers_has_a_region_each_and_one_shared():
 def test_a_schedule_of_a_thousand_segments_has_few_tiles():
     mask = rs.tree([8192, *[56] * 999], [-1, *[0] * 999])
     layout = rs.Layout("zigzag", 8192 + 56 * 999, 64)
-    tiles = [sum(len(hop.bands) for hop in make_schedule(layout, mask, rank).hops) for rank in (0, 31, 63)]
+    tiles = [
+        sum(len(hop.bands) for hop in make_schedule(layout, mask, rank).hops)
+        for rank in (0, 31, 63)
+    ]
     assert max(tiles) < 200
 
 

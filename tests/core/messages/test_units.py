@@ -6,10 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
+from ringspan.core.messages.units import (
+    shown_bandwidth,
+    shown_bytes,
+    shown_flops,
+    shown_seconds,
+    shown_speed,
+)
 
 SIZES = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6, "Z": 7, "Y": 8}
-SECONDS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}
+SECONDS = {
+    "ns": 1e-9,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "days": 86_400.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +54,9 @@ def value_of(number):
 
 @given(st.floats(1, 1e26))
 def test_bytes_are_within_half_of_the_third_digit(value):
-    number, prefix = re.fullmatch(r"([\d,.]+) ([kMGTPEZY]?)FLOP", shown_flops(value)).groups()
+    number, prefix = re.fullmatch(
+        r"([\d,.]+) ([kMGTPEZY]?)FLOP", shown_flops(value)
+    ).groups()
     assert value_of(number) * 1000 ** SIZES[prefix] == pytest.approx(value, rel=0.0051)
     assert 1 <= value_of(number) < 1000 and len(re.sub(r"\D", "", number)) == 3
 

@@ -33,16 +33,24 @@ def carried_out(maps, states, links, chain_spans):
                 taken[target] = before[1][source]
             if composes:
                 states[target] = maps[target] @ before[1][source] + states[target]
-                maps[target] = maps[target] @ (before[0][source] if has_map else np.zeros_like(maps[target]))
+                maps[target] = maps[target] @ (
+                    before[0][source] if has_map else np.zeros_like(maps[target])
+                )
     return taken
 
 
 @given(st.data(), span_layouts, st.sampled_from([0, 1, 3, 100]))
-def test_each_span_takes_the_state_behind_the_token_before_it(data, layout, chain_spans):
+def test_each_span_takes_the_state_behind_the_token_before_it(
+    data, layout, chain_spans
+):
     rows = data.draw(starts_of_rows(layout))
     places = places_of(layout)
     generator = np.random.default_rng(0)
-    tokens = {p: generator.normal(size=(2, len(rows), 3, 3)) for place in places for p in range(place.start, place.end)}
+    tokens = {
+        p: generator.normal(size=(2, len(rows), 3, 3))
+        for place in places
+        for p in range(place.start, place.end)
+    }
     links = links_of(places, rows)
     maps, states, expected = [], [], []
     state = np.zeros((len(rows), 3, 3))
@@ -60,7 +68,9 @@ def test_each_span_takes_the_state_behind_the_token_before_it(data, layout, chai
     for number, taken in enumerate(carried_out(maps, states, links, chain_spans)):
         for row, starts in enumerate(rows):
             if number and not begins_at(places[number].start, starts):
-                np.testing.assert_allclose(taken[row], expected[number][row], rtol=1e-8, atol=1e-8)
+                np.testing.assert_allclose(
+                    taken[row], expected[number][row], rtol=1e-8, atol=1e-8
+                )
                 assert links.takes[number]
 
 
@@ -70,10 +80,18 @@ def test_gradients_of_states_go_the_other_way_round(data, layout, chain_spans):
     rows = data.draw(starts_of_rows(layout))
     places, generator = places_of(layout), np.random.default_rng(0)
     links = links_of(places, rows)
-    maps = generator.normal(size=(len(places), 1, 3, 3)) * np.array(links.passes)[:, None, None, None]
-    gammas = generator.normal(size=(len(places), 1, 3, 2)) * np.array(links.takes)[:, None, None, None]
+    maps = (
+        generator.normal(size=(len(places), 1, 3, 3))
+        * np.array(links.passes)[:, None, None, None]
+    )
+    gammas = (
+        generator.normal(size=(len(places), 1, 3, 2))
+        * np.array(links.takes)[:, None, None, None]
+    )
     reverse = links.reverse
-    taken = carried_out(maps.swapaxes(-1, -2)[::-1], gammas[::-1], reverse, chain_spans)[::-1]
+    taken = carried_out(
+        maps.swapaxes(-1, -2)[::-1], gammas[::-1], reverse, chain_spans
+    )[::-1]
     gradient = np.zeros((1, 3, 2))
     for number in range(len(places) - 1, -1, -1):
         if number + 1 < len(places) and links.takes[number + 1]:
@@ -109,10 +127,14 @@ def test_a_halo_reaches_back_as_far_as_its_document(data, layout, width):
             own = [position for position in before if position >= first]
             assert reach_back(places, number, width, starts) == len(own)
             wanted = max(wanted, len(own))
-        assert halos[number] == [None] * (width - wanted) + before[len(before) - wanted :]
+        assert (
+            halos[number] == [None] * (width - wanted) + before[len(before) - wanted :]
+        )
 
 
-@pytest.mark.parametrize(("ranks", "most_rounds"), [(1, 0), (2, 2), (4, 6), (8, 5), (32, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "most_rounds"), [(1, 0), (2, 2), (4, 6), (8, 5), (32, 7)]
+)
 def test_many_spans_take_few_rounds(ranks, most_rounds):
     places = places_of(rs.Layout("zigzag", 64 * ranks, ranks))
     rounds = scan_rounds(links_of(places, ((0,),)))

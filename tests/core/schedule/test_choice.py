@@ -9,7 +9,9 @@ from ringspan.core.schedule.choice import choose_route
 from ringspan.core.schedule.timing import Speeds, forward_pass
 from ringspan.core.schedule.workspace import Shape
 
-NODE = Speeds(flops=4e14, intra_node_bytes=3e11, inter_node_bytes=2.5e10, ranks_per_node=8)
+NODE = Speeds(
+    flops=4e14, intra_node_bytes=3e11, inter_node_bytes=2.5e10, ranks_per_node=8
+)
 LLAMA = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
 
 
@@ -18,7 +20,9 @@ def test_long_blocks_in_a_node_go_around_the_ring():
     choice = choose_route(layout, rs.causal(), LLAMA, NODE)
     assert choice.route == "ring" and "ring" in choice.reason
     pairs = layout.length * (layout.length + 1) / 2 / 8
-    assert dict(choice.seconds)["ring"] == pytest.approx(pairs * 4 * 32 * 128 / 4e14, rel=1e-3)
+    assert dict(choice.seconds)["ring"] == pytest.approx(
+        pairs * 4 * 32 * 128 / 4e14, rel=1e-3
+    )
 
 
 def test_short_blocks_between_nodes_take_two_rings():
@@ -35,10 +39,18 @@ def test_few_tokens_and_many_heads_trade_tokens_for_heads():
 
 
 def test_heads_that_do_not_split_are_no_candidates():
-    choice = choose_route(rs.Layout("zigzag", 4096, 8), rs.full(), Shape(1, 7, 7, 128, 128, 2), NODE)
+    choice = choose_route(
+        rs.Layout("zigzag", 4096, 8), rs.full(), Shape(1, 7, 7, 128, 128, 2), NODE
+    )
     assert {route for route, _ in choice.seconds} == {"ring", "all-gather"}
     with pytest.raises(UnsupportedError):
-        forward_pass(rs.Layout("zigzag", 4096, 8), rs.full(), "ulysses:8", Shape(1, 7, 7, 128, 128, 2), NODE)
+        forward_pass(
+            rs.Layout("zigzag", 4096, 8),
+            rs.full(),
+            "ulysses:8",
+            Shape(1, 7, 7, 128, 128, 2),
+            NODE,
+        )
 
 
 def test_a_layout_of_any_runs_has_no_groups():
@@ -58,12 +70,20 @@ def test_queries_travel_when_they_are_the_smaller_message():
         choice = choose_route(layout, rs.full(), ODD, speeds, keys)
         assert choice.route == expected
         assert ("pass-q" in dict(choice.seconds)) == (expected == "pass-q")
-    assert choose_route(layout, rs.full(), ODD, speeds, keys, comm_dtype="bfloat16").route == "ring"
+    assert (
+        choose_route(layout, rs.full(), ODD, speeds, keys, comm_dtype="bfloat16").route
+        == "ring"
+    )
 
 
 def test_a_slow_link_bounds_travelling_queries_by_their_bytes():
-    layout, keys = rs.Layout("contiguous", 8 * 64, 8), rs.Layout("contiguous", 8 * 4096, 8)
-    seconds = forward_pass(layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys).seconds
+    layout, keys = (
+        rs.Layout("contiguous", 8 * 64, 8),
+        rs.Layout("contiguous", 8 * 4096, 8),
+    )
+    seconds = forward_pass(
+        layout, rs.full(), "pass-q", ODD, Speeds(1e30, 1e9, 1e9, 8), keys
+    ).seconds
     assert seconds == pytest.approx(7 * 64 * 7 * (128 * 2 + 129 * 4) / 1e9)
 
 

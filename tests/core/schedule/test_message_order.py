@@ -52,19 +52,28 @@ def finish(ranks):
         for rank, posts in enumerate(ranks):
             if not open_[rank] and posts:
                 post = posts.popleft()
-                open_[rank] = [("to", one.peer, one.buffer.num_bytes) for one in post.sends]
-                open_[rank] += [("from", one.peer, one.buffer.num_bytes) for one in post.receives]
+                open_[rank] = [
+                    ("to", one.peer, one.buffer.num_bytes) for one in post.sends
+                ]
+                open_[rank] += [
+                    ("from", one.peer, one.buffer.num_bytes) for one in post.receives
+                ]
                 moved = True
         for rank, left in open_.items():
             for message in [each for each in left or () if each[0] == "to"]:
                 _, peer, num_bytes = message
-                there = next((each for each in open_[peer] or () if each[:2] == ("from", rank)), None)
+                there = next(
+                    (each for each in open_[peer] or () if each[:2] == ("from", rank)),
+                    None,
+                )
                 if there:
                     assert there[2] == num_bytes, "bytes of a message differ"
                     left.remove(message)
                     open_[peer].remove(there)
                     moved = True
-    return {rank: left for rank, left in open_.items() if left}, [len(posts) for posts in ranks]
+    return {rank: left for rank, left in open_.items() if left}, [
+        len(posts) for posts in ranks
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,9 @@ def finish(ranks):
         ("forward", "backward"),
     ),
 )
-def test_every_send_meets_its_receive_without_a_deadlock(ranks, mask, layout, route, groups, walk, monkeypatch):
+def test_every_send_meets_its_receive_without_a_deadlock(
+    ranks, mask, layout, route, groups, walk, monkeypatch
+):
     """Also where a gather is cut into posts of few messages, on each rank elsewhere."""
     monkeypatch.setattr(gather, "MOST_MESSAGES", 4)
     if route == "double-ring:2" and (ranks % 2 or ranks == 2):

@@ -7,10 +7,19 @@ TASKS = "local_choice", "local_rolling", "local_until", "local_sampled"
 _CHOICES = [
     ("The sky is", ["blue", "green and loud", "seven"], 0),
     ("The sky is", ["a large blue thing", "no"], 1),
-    ("The grass that grows on the hill behind the old mill is", ["green", "blue", "a letter"], 0),
+    (
+        "The grass that grows on the hill behind the old mill is",
+        ["green", "blue", "a letter"],
+        0,
+    ),
     ("", ["nothing stands before this", "or this"], 1),
 ]
-_TEXTS = ["Call me Ishmael. " * 30, "Short.", "x", "It was the best of times, it was the worst of times.\n" * 4]
+_TEXTS = [
+    "Call me Ishmael. " * 30,
+    "Short.",
+    "x",
+    "It was the best of times, it was the worst of times.\n" * 4,
+]
 _YAML = """
 task: {name}
 dataset_path: json
@@ -42,19 +51,27 @@ _KINDS = {
 
 def write(folder: Path) -> Path:
     texts = [{"text": text} for text in _TEXTS]
-    choices = [{"text": text, "choices": choices, "gold": gold} for text, choices, gold in _CHOICES]
-    short = [{"text": text[:200]} for text in _TEXTS]  # there is to be room for the answer
+    choices = [
+        {"text": text, "choices": choices, "gold": gold}
+        for text, choices, gold in _CHOICES
+    ]
+    # there is to be room for the answer
+    short = [{"text": text[:200]} for text in _TEXTS]
     rows = {
         "local_choice": choices,
         "local_rolling": texts,
         "local_until": short,
         "local_sampled": short,
-        "local_shots": [{**row, "choices": row["choices"][:2], "gold": 0} for row in choices],
+        "local_shots": [
+            {**row, "choices": row["choices"][:2], "gold": 0} for row in choices
+        ],
         "local_unsafe": short,
     }
     for name in _KINDS:
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-        definition = _YAML.format(name=name, data=data, kind=_KINDS[name], rest=_REST[name])
+        definition = _YAML.format(
+            name=name, data=data, kind=_KINDS[name], rest=_REST[name]
+        )
         (folder / f"{name}.yaml").write_text(definition)
     return folder

@@ -22,14 +22,20 @@ _NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system
 
 def heard(settings: HarnessSettings, out: str) -> tuple[Any, list[tuple[str, float]]]:
     """What a rank returns, and the beats of its watchdog: what it does, and for how long at most."""
-    with mock.patch.object(Watchdog, "be", autospec=True, side_effect=Watchdog.be) as be:
+    with mock.patch.object(
+        Watchdog, "be", autospec=True, side_effect=Watchdog.be
+    ) as be:
         found = harness_rank(settings, out)
     return found, [call.args[2:] for call in be.call_args_list]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("run") / "model", template=_NO_SYSTEM + TEMPLATE, max_position_embeddings=900)
+    folder = save(
+        tmp_path_factory.mktemp("run") / "model",
+        template=_NO_SYSTEM + TEMPLATE,
+        max_position_embeddings=900,
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": "</s>"})
     tokenizer.save_pretrained(folder)
@@ -44,8 +50,12 @@ def test_the_first_rank_has_lm_evals_own_results(folder, tmp_path):
     from ringspan.evaluate.harness.run import known_tasks, rows_of
 
     tasks, names = str(write(tmp_path)), ("local_shots", "local_roll*", "local_until")
-    settings = HarnessSettings(folder=str(folder), tasks=names, include=tasks, chat=True)
-    (found, beats), (other, _) = launch(heard, 2, settings, str(tmp_path / "kept"), threads=1)
+    settings = HarnessSettings(
+        folder=str(folder), tasks=names, include=tasks, chat=True
+    )
+    (found, beats), (other, _) = launch(
+        heard, 2, settings, str(tmp_path / "kept"), threads=1
+    )
     assert other is None
     plain: Any = simple_evaluate
     expected = plain(
@@ -55,8 +65,15 @@ def test_the_first_rank_has_lm_evals_own_results(folder, tmp_path):
         bootstrap_iters=0,
         apply_chat_template=True,
     )
-    assert found["rows"] == [{**row, "value": pytest.approx(row["value"], rel=1e-5)} for row in rows_of(expected)]
-    assert {row["metric"] for row in found["rows"]} >= {"brier_score", "bits_per_byte", "exact_match"}
+    assert found["rows"] == [
+        {**row, "value": pytest.approx(row["value"], rel=1e-5)}
+        for row in rows_of(expected)
+    ]
+    assert {row["metric"] for row in found["rows"]} >= {
+        "brier_score",
+        "bits_per_byte",
+        "exact_match",
+    }
     assert found["seed"] is None
     # No limit while requests are prepared and answers scored; a beat for each token, whatever an answer takes.
     assert beats[0][1] == beats[-1][1] == math.inf
@@ -70,7 +87,9 @@ def test_seeds_are_lm_evals_own_unless_one_is_given(folder):
     asked: dict[str, Any] = {"folder": str(folder), "tasks": ("any",)}
     assert HarnessSettings(**asked).seeds == {}
     assert set(HarnessSettings(**asked, seed=3).seeds.values()) == {3}
-    with pytest.raises(ConfigError, match=r"--seed 5000000000: should be from 0 to 2\^32 - 1"):
+    with pytest.raises(
+        ConfigError, match=r"--seed 5000000000: should be from 0 to 2\^32 - 1"
+    ):
         HarnessSettings(**asked, seed=5_000_000_000)
 
 
@@ -78,9 +97,14 @@ def test_a_row_for_each_metric_that_is_a_number():
     from ringspan.evaluate.harness.run import rows_of
 
     values = {
-        "alias": "a", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": 0.1, "right,none": 3,
-        "f1,strict": np.float32(0.25), "acc_stderr,strict": "N/A",
-    }  # fmt: skip
+        "alias": "a",
+        "sample_len": 4,
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "right,none": 3,
+        "f1,strict": np.float32(0.25),
+        "acc_stderr,strict": "N/A",
+    }
     rows = rows_of({"results": {"a": values}, "n-samples": {"a": {"effective": 4}}})
     assert rows == [
         {"name": "a", "metric": metric, "value": value, "items": 4}

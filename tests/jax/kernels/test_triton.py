@@ -27,11 +27,18 @@ from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
 from tests.jax import standins
 from tests.jax.rings import attention_and_gradients, mesh
-from tests.jax.test_attention import arrays, check_any_mask, check_as_good_as_xla, check_same_as_xla
+from tests.jax.test_attention import (
+    arrays,
+    check_any_mask,
+    check_as_good_as_xla,
+    check_same_as_xla,
+)
 from tests.torch.attention.test_ring import Problem
 from tests.torch.kernels.test_triton import without_interpreter
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +47,15 @@ def jax_triton():
         yield
 
 
-@given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2]))
-@examples(3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    short=st.integers(0, 7),
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.sampled_from([1, 2]),
+)
+@examples(
+    3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     check_any_mask(20, short, mask, layout, ranks, (0, 0), "triton")
 
@@ -49,9 +63,16 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
 @pytest.mark.parametrize(
     ("layout", "ranks", "mask", "keys", "options"),
     [
-        ("zigzag", 2, rs.causal(), None, {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0], np.float32)}),
+        (
+            "zigzag",
+            2,
+            rs.causal(),
+            None,
+            {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0], np.float32)},
+        ),
         *long(
-            ("contiguous", 2, rs.full(), 40, {"scale": -0.5}), ("striped", 1, rs.documents([9, 40, 11, 12]), None, {})
+            ("contiguous", 2, rs.full(), 40, {"scale": -0.5}),
+            ("striped", 1, rs.documents([9, 40, 11, 12]), None, {}),
         ),
     ],
     ids=["sinks and softcap", "cross-attention", "several blocks"],
@@ -68,12 +89,22 @@ def test_half_precision_is_as_good_as_the_other_kernel():
 
 def test_a_block_is_one_launch_and_two_in_backward():
     standins.launched.clear()
-    problem, mask = Problem(48, rs.documents([3, 9, 4, 7, 1, 12, 5, 7]), heads=1, groups=1), rs.documents([48])
-    attention_and_gradients(*arrays(problem), rs.Layout("striped", 48, 1), mask, kernel="triton")
+    problem, mask = (
+        Problem(48, rs.documents([3, 9, 4, 7, 1, 12, 5, 7]), heads=1, groups=1),
+        rs.documents([48]),
+    )
+    attention_and_gradients(
+        *arrays(problem), rs.Layout("striped", 48, 1), mask, kernel="triton"
+    )
     assert sorted(standins.launched) == ["backward_keys", "backward_queries", "forward"]
 
 
-@given(length=lengths, mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 5))
+@given(
+    length=lengths,
+    mask=masks,
+    layout=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 5),
+)
 @examples(60)
 def test_the_tables_hold_exactly_the_allowed_pairs(length, mask, layout, ranks):
     split = rs.Layout(layout, length, ranks)
@@ -81,12 +112,20 @@ def test_the_tables_hold_exactly_the_allowed_pairs(length, mask, layout, ranks):
     i, j = np.indices((tokens, tokens))
     for rank in range(ranks):
         for hop in range(ranks):
-            owner, row = (rank - tables.direction * hop) % ranks, tables.which[rank, hop]
+            owner, row = (
+                (rank - tables.direction * hop) % ranks,
+                tables.which[rank, hop],
+            )
             expected = mask.dense(split.positions(rank), split.positions(owner))
-            expected &= (split.positions(rank) < length)[:, None] & (split.positions(owner) < length)
+            expected &= (split.positions(rank) < length)[:, None] & (
+                split.positions(owner) < length
+            )
             counts = np.zeros((tokens, tokens), dtype=np.int64)
             for lists in ("rows", "keys"):
-                first, which = (getattr(tables, f"{name}_of_{lists}")[row] for name in ("first", "which"))
+                first, which = (
+                    getattr(tables, f"{name}_of_{lists}")[row]
+                    for name in ("first", "which")
+                )
                 assert len(first) == -(-tokens // GRAIN) + 1
                 for grain, (start, stop) in enumerate(pairwise(first)):
                     here = (i if lists == "rows" else j) // GRAIN == grain
@@ -102,11 +141,19 @@ def test_what_it_cannot_do_is_refused_by_name(monkeypatch):
         x = np.zeros((1, 2, 16, size), dtype)
         return sharded_ring_attention(x, x, x, mesh=mesh(sp=2), kernel="triton")
 
-    with pytest.raises(rs.UnsupportedError, match=r"at most 128 numbers in float32, these have 320; use kernel='xla'"):
+    with pytest.raises(
+        rs.UnsupportedError,
+        match=r"at most 128 numbers in float32, these have 320; use kernel='xla'",
+    ):
         attention(np.float32, 320)
-    with pytest.raises(rs.UnsupportedError, match="at most 256 numbers in float16, these have 320"):
+    with pytest.raises(
+        rs.UnsupportedError, match="at most 256 numbers in float16, these have 320"
+    ):
         attention(np.float16, 320)
-    with jax.enable_x64(True), pytest.raises(rs.UnsupportedError, match="float16 and float32, not float64"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(rs.UnsupportedError, match="float16 and float32, not float64"),
+    ):
         attention(np.float64, 16)
     monkeypatch.delitem(sys.modules, "jax_triton")
     if not find_spec("jax_triton"):
@@ -144,7 +191,10 @@ with patch.object(jax, "default_backend", lambda: "gpu"):
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    not (find_spec("jax_triton") and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))),
+    not (
+        find_spec("jax_triton")
+        and any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+    ),
     reason="needs jax-triton and JAX's CUDA plugin (pip install --no-deps jax-triton jax-cuda12-plugin)",
 )
 def test_it_lowers_for_gpus_that_are_not_there():
@@ -163,4 +213,6 @@ for name in ("forward", "backward_queries", "backward_keys"):
 def test_every_program_has_blocks_to_choose_from():
     """On a GPU alone, so that nothing here would notice if they were looked for in the wrong place."""
     lines = without_interpreter(TUNED).splitlines()
-    assert len(lines) == 6 and all(int(line.split()[0]) >= 3 and line.count("'") == 8 for line in lines)
+    assert len(lines) == 6 and all(
+        int(line.split()[0]) >= 3 and line.count("'") == 8 for line in lines
+    )

@@ -49,16 +49,25 @@ def test_what_does_not_run_here_says_why():
     report = kernel_report([CPU])
     assert report["cpu"]["available"] and report["cpu"]["why_not"] is None
     assert report["flash"] == {
-        "available": False, "serves": {}, "why_not": "it needs a CUDA device, and this machine has none",
-    }  # fmt: skip
+        "available": False,
+        "serves": {},
+        "why_not": "it needs a CUDA device, and this machine has none",
+    }
     assert set(report["eager"]["serves"]) == {
-        "short documents, float32", "causal, soft cap (Gemma 2)", "causal, ALiBi",
-    }  # fmt: skip
+        "short documents, float32",
+        "causal, soft cap (Gemma 2)",
+        "causal, ALiBi",
+    }
     report = kernel_report([CUDA])
-    assert re.match("it needs compute capability 8.0, this device has 7.5", report["flash"]["why_not"])
+    assert re.match(
+        "it needs compute capability 8.0, this device has 7.5",
+        report["flash"]["why_not"],
+    )
     assert report["eager"]["serves"]["causal"] == 1.0
     report = kernel_report([CPU, CUDA])
-    assert "7.5" in report["flash"]["why_not"], "that the CPU cannot run it is no reason where there is a GPU"
+    assert "7.5" in report["flash"]["why_not"], (
+        "that the CPU cannot run it is no reason where there is a GPU"
+    )
 
 
 def test_no_kernel_is_chosen_where_it_does_not_run():

@@ -24,7 +24,9 @@ SMALL = bench.RingCase(
 def test_a_case_is_measured(mask, rank):
     case = bench.replace(SMALL, mask=mask, rank=rank)
     result = bench.run(case)
-    assert result["hops"] == len(make_schedule(rs.Layout("zigzag", 96, 4), rs.Mask.parse(mask), rank).hops)
+    assert result["hops"] == len(
+        make_schedule(rs.Layout("zigzag", 96, 4), rs.Mask.parse(mask), rank).hops
+    )
     assert set(result["seconds"]) == {"ring", "still", "cpu"}
     assert all(result["efficiency"][kind] > 0 for kind in ("forward", "backward"))
     for row, ranks in zip(result["errors"], (1, 3), strict=True):
@@ -49,13 +51,29 @@ def test_what_arrives_is_what_the_ring_would_send():
     on, off = one.passes(is_moving=True), one.passes(is_moving=False)
     assert torch.equal(on["forward"]()[0], on["forward"]()[0])
     blank = bench.ring_of(case, one.layout, one.q, one.k)
-    of_zeros = bench.replace(blank, exchange=FakeTransport(bench.Copies(one.device, {})))
+    of_zeros = bench.replace(
+        blank, exchange=FakeTransport(bench.Copies(one.device, {}))
+    )
     zeros = ring.forward(of_zeros, one.q, one.k, one.v)[0]
-    assert not torch.allclose(on["forward"]()[0], zeros) and off["forward"]()[0].shape == zeros.shape
+    assert (
+        not torch.allclose(on["forward"]()[0], zeros)
+        and off["forward"]()[0].shape == zeros.shape
+    )
 
 
 def test_the_command_prints_one_object_and_refuses_politely():
-    small = ["--virtual-ranks", "2", "--tokens", "16", "--heads", "2", "--kv-heads", "1", "--head-dim", "8"]
+    small = [
+        "--virtual-ranks",
+        "2",
+        "--tokens",
+        "16",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "8",
+    ]
     small += ["--dtype", "float32", "--repeats", "1", "--error-ranks", ""]
     done = CliRunner().invoke(app, ["bench", "ring", *small, "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["errors"] == []
@@ -67,8 +85,13 @@ def test_the_command_prints_one_object_and_refuses_politely():
         (["--error-ranks", "x"], "--error-ranks 'x'"),
     ):
         refused = CliRunner().invoke(app, ["bench", "ring", *small, *arguments])
-        assert isinstance(refused.exception, rs.RingspanError) and message in str(refused.exception)
+        assert isinstance(refused.exception, rs.RingspanError) and message in str(
+            refused.exception
+        )
 
 
 def test_the_help_has_an_example():
-    assert "ringspan bench ring --virtual-ranks 8" in CliRunner().invoke(app, ["bench", "ring", "--help"]).stdout
+    assert (
+        "ringspan bench ring --virtual-ranks 8"
+        in CliRunner().invoke(app, ["bench", "ring", "--help"]).stdout
+    )

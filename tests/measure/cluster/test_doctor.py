@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.measure.cluster import cluster, doctor, trial
-from ringspan.measure.cluster.cluster import clock_offsets, examine_ranks, listeners, listening, problems_between
+from ringspan.measure.cluster.cluster import (
+    clock_offsets,
+    examine_ranks,
+    listeners,
+    listening,
+    problems_between,
+)
 from ringspan.measure.cluster.trial import Trial
 from ringspan.torch.kernels.partials import partial as softmax
 from ringspan.torch.runtime.requirements import pip_command
@@ -61,23 +67,43 @@ def test_every_link_is_measured_and_all_ranks_know_all(pool, ranks):
     results = pool.run(examined, ranks)
     assert all(result["links"] == results[0]["links"] for result in results)
     links = results[0]["links"]
-    assert [(link["from"], link["to"]) for link in links] == [(r, (r + 1) % ranks) for r in range(ranks) if ranks > 1]
+    assert [(link["from"], link["to"]) for link in links] == [
+        (r, (r + 1) % ranks) for r in range(ranks) if ranks > 1
+    ]
     assert all(0 < link["bytes_per_second"] < 1e12 for link in links)
     assert (results[0]["bandwidth_bytes_per_second"] is None) == (ranks == 1)
     assert len(results[0]["ranks"]) == ranks
-    assert all(abs(x) <= results[0]["clock_uncertainty_seconds"] for x in results[0]["clock_offset_seconds"])
+    assert all(
+        abs(x) <= results[0]["clock_uncertainty_seconds"]
+        for x in results[0]["clock_offset_seconds"]
+    )
     assert not [problem for problem in problems_between(results[0]) if problem.stops]
 
 
 def test_the_rank_that_differs_is_named(pool):
     result = pool.run(examined, 3, 1)[0]
-    found = {problem.what.split(" is ")[0]: problem for problem in problems_between(result)}
-    version = next(problem for what, problem in found.items() if what.startswith("rank 1 on"))
+    found = {
+        problem.what.split(" is ")[0]: problem for problem in problems_between(result)
+    }
+    version = next(
+        problem for what, problem in found.items() if what.startswith("rank 1 on")
+    )
     assert "has torch 2.0.0, most have" in version.what and version.stops
-    clock = next(problem for problem in found.values() if problem.what.startswith("the clock of rank 1"))
+    clock = next(
+        problem
+        for problem in found.values()
+        if problem.what.startswith("the clock of rank 1")
+    )
     ahead = float(re.search(r"is ([\d.]+) s ahead of", clock.what)[1])
-    assert abs(ahead - 100) <= 0.05 + result["clock_uncertainty_seconds"] and not clock.stops
-    assert not [problem for problem in found.values() if "rank 0 on" in problem.what and problem.stops]
+    assert (
+        abs(ahead - 100) <= 0.05 + result["clock_uncertainty_seconds"]
+        and not clock.stops
+    )
+    assert not [
+        problem
+        for problem in found.values()
+        if "rank 0 on" in problem.what and problem.stops
+    ]
 
 
 def offsets(mesh: DeviceMesh, ahead: float) -> tuple[list[float], float]:
@@ -94,28 +120,51 @@ def test_a_clock_is_off_by_what_it_is_off(pool, ahead):
     assert found[0] == 0 and abs(found[1] - ahead) <= error < 1
 
 
-FACT = {"host": "a", "device": "cpu", "versions": {"torch": "2.13.0"}, "listens": [], "launcher_listens": []}
-FINE = {"clock_offset_seconds": [0.0] * 3, "clock_uncertainty_seconds": 0.0, "links": []}
+FACT = {
+    "host": "a",
+    "device": "cpu",
+    "versions": {"torch": "2.13.0"},
+    "listens": [],
+    "launcher_listens": [],
+}
+FINE = {
+    "clock_offset_seconds": [0.0] * 3,
+    "clock_uncertainty_seconds": 0.0,
+    "links": [],
+}
 
 
 def test_slow_links_other_devices_and_open_ports_are_named():
     assert problems_between(FINE | {"ranks": [FACT] * 3}) == []
-    links = [{"from": r, "to": (r + 1) % 3, "bytes_per_second": rate} for r, rate in enumerate((9e9, 8e9, 1e9))]
+    links = [
+        {"from": r, "to": (r + 1) % 3, "bytes_per_second": rate}
+        for r, rate in enumerate((9e9, 8e9, 1e9))
+    ]
     [slow] = problems_between(FINE | {"ranks": [FACT] * 3, "links": links})
     assert "from rank 2 (a) to rank 0 (a) carries 1.00 GB/s" in slow.what
-    [other] = problems_between(FINE | {"ranks": [FACT, FACT, FACT | {"device": "A100"}]})
+    [other] = problems_between(
+        FINE | {"ranks": [FACT, FACT, FACT | {"device": "A100"}]}
+    )
     assert other.what == "rank 2 on a has A100, most have cpu"
-    listens = {"listens": ["127.0.0.1:1", "10.0.0.7:2", "0.0.0.0:3"], "launcher_listens": ["[::]:4"]}
+    listens = {
+        "listens": ["127.0.0.1:1", "10.0.0.7:2", "0.0.0.0:3"],
+        "launcher_listens": ["[::]:4"],
+    }
     ports = problems_between(FINE | {"ranks": [FACT, FACT, FACT | listens]})
     assert [problem.what.split(",")[0] for problem in ports] == [
-        "rank 2 on a listens on 0.0.0.0:3", "the launcher of rank 2 on a listens on [::]:4",
-    ]  # fmt: skip
+        "rank 2 on a listens on 0.0.0.0:3",
+        "the launcher of rank 2 on a listens on [::]:4",
+    ]
 
 
 def error_of_the_ring(mesh: DeviceMesh, is_broken: bool) -> float:
     with pytest.MonkeyPatch.context() as patch:
         if is_broken:
-            patch.setattr(softmax.torch, "logaddexp", lambda a, b, out=None: out if out is not None else a)
+            patch.setattr(
+                softmax.torch,
+                "logaddexp",
+                lambda a, b, out=None: out if out is not None else a,
+            )
         return doctor.ring_error(mesh["ring"].get_group())
 
 
@@ -125,24 +174,43 @@ def test_a_ring_that_computes_wrongly_is_found(pool):
 
 
 def speeds(matmul: float) -> list[dict]:
-    return [{"what": what, "dtype": "bfloat16", "flops": matmul} for what in ("matmul", "attention")]
+    return [
+        {"what": what, "dtype": "bfloat16", "flops": matmul}
+        for what in ("matmul", "attention")
+    ]
 
 
 def test_the_report_says_what_stops_and_what_does_not():
-    ranks = {"ranks": [FACT] * 3, "bandwidth_bytes_per_second": 2e9, "speeds": [*map(speeds, (4e12, 4e12, 1e12))]}
+    ranks = {
+        "ranks": [FACT] * 3,
+        "bandwidth_bytes_per_second": 2e9,
+        "speeds": [*map(speeds, (4e12, 4e12, 1e12))],
+    }
     result = doctor.report(FINE | ranks | {"ring_error": 3e-7})
-    assert result["can_train"] and result["flops"] == 1e12 and result["min_block_tokens"] == 500
-    assert [p["what"].split(" at ")[0] for p in result["problems"]] == ["rank 2 on a multiplies"]
+    assert (
+        result["can_train"]
+        and result["flops"] == 1e12
+        and result["min_block_tokens"] == 500
+    )
+    assert [p["what"].split(" at ")[0] for p in result["problems"]] == [
+        "rank 2 on a multiplies"
+    ]
     for error in (1e-3, float("nan")):
         result = doctor.report(FINE | ranks | {"ring_error": error})
-        assert not result["can_train"] and "is wrong: relative error" in result["problems"][-1]["what"]
+        assert (
+            not result["can_train"]
+            and "is wrong: relative error" in result["problems"][-1]["what"]
+        )
 
 
 def test_too_old_packages_and_missing_back_ends_stop(monkeypatch):
     monkeypatch.setattr(doctor, "package_version", {"torch": "2.10.1"}.get)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     old, absent, no_gloo = doctor._problems_here(torch.device("cpu"))
-    assert re.fullmatch(r"torch is 2\.10\.1, >=2\.11,<2\.\d+ is needed", old.what) and old.stops
+    assert (
+        re.fullmatch(r"torch is 2\.10\.1, >=2\.11,<2\.\d+ is needed", old.what)
+        and old.stops
+    )
     assert old.remedy == pip_command("torch")
     assert absent.what.startswith("transformers is none, >=5.17,<5.") and absent.stops
     assert no_gloo.what.startswith("torch has no gloo") and no_gloo.stops
@@ -151,9 +219,16 @@ def test_too_old_packages_and_missing_back_ends_stop(monkeypatch):
 
 
 def test_a_newer_package_is_named_and_does_not_stop(monkeypatch):
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.99.0+cu140", "transformers": "5.17.0"}.get)
+    monkeypatch.setattr(
+        doctor,
+        "package_version",
+        {"torch": "2.99.0+cu140", "transformers": "5.17.0"}.get,
+    )
     [newer] = doctor._problems_here(torch.device("cpu"))
-    assert newer.what == "torch is 2.99.0+cu140, newer than any release that ringspan was tried with"
+    assert (
+        newer.what
+        == "torch is 2.99.0+cu140, newer than any release that ringspan was tried with"
+    )
     assert newer.remedy == pip_command("torch") and not newer.stops
     [failed] = doctor._problems_of(Trial(failure="AttributeError: no such group"))
     assert failed.stops and failed.remedy == pip_command("torch")
@@ -162,15 +237,24 @@ def test_a_newer_package_is_named_and_does_not_stop(monkeypatch):
 def test_what_a_release_of_torch_lacks_stops(monkeypatch):
     monkeypatch.setattr(doctor, "missing", lambda: iter(["FSDPModule.reshard"]))
     [lacking] = doctor._problems_here(torch.device("cpu"))
-    assert lacking.what == f"torch {torch.__version__} lacks FSDPModule.reshard, which ringspan needs" and lacking.stops
+    assert (
+        lacking.what
+        == f"torch {torch.__version__} lacks FSDPModule.reshard, which ringspan needs"
+        and lacking.stops
+    )
 
 
 def tried(mesh: DeviceMesh, fault: str | None) -> Trial:
     """Try to train with a fault."""
     with pytest.MonkeyPatch.context() as patch:
         if fault == "is wrong" and dist.get_rank() == 1:
-            patch.setattr(softmax.torch, "logaddexp", lambda a, b, out=None: out if out is not None else a)
-        if fault == "raises":  # on all ranks: one alone would leave the pool in the middle of an exchange
+            # on all ranks: one alone would leave the pool in the middle of an exchange
+            patch.setattr(
+                softmax.torch,
+                "logaddexp",
+                lambda a, b, out=None: out if out is not None else a,
+            )
+        if fault == "raises":
             patch.setattr(trial, "_model", lambda _: 1 / 0)
         return trial.try_training(mesh)
 
@@ -186,20 +270,34 @@ def test_a_model_that_does_not_train_stops(pool):
     outcome = doctor.outcome_of(pool.run(tried, 2, "raises"))
     assert outcome.failure.endswith("ZeroDivisionError: division by zero")
     [problem] = doctor._problems_of(outcome)
-    assert problem.stops and "a model of two layers does not train here: rank " in problem.what
+    assert (
+        problem.stops
+        and "a model of two layers does not train here: rank " in problem.what
+    )
 
 
 def test_a_model_that_trains_wrongly_stops(pool):
     outcomes = pool.run(tried, 2, "is wrong")
     assert len({outcome.error for outcome in outcomes}) == 1, "all ranks know"
     [problem] = doctor._problems_of(outcomes[0])
-    assert problem.stops and "trains wrongly here: its losses differ from one process by" in problem.what
-    assert [problem.stops for problem in doctor._problems_of(Trial(error=float("nan")))] == [True]
+    assert (
+        problem.stops
+        and "trains wrongly here: its losses differ from one process by" in problem.what
+    )
+    assert [
+        problem.stops for problem in doctor._problems_of(Trial(error=float("nan")))
+    ] == [True]
 
 
 def test_the_first_failure_is_the_one_that_is_told():
-    late, first = Trial(failure="RuntimeError: timed out", failed_at=9.0), Trial(failure="KeyError: 'x'", failed_at=3.0)
-    assert doctor.outcome_of([late, first, Trial(1e-7, 1.0)]).failure == "rank 1: KeyError: 'x'"
+    late, first = (
+        Trial(failure="RuntimeError: timed out", failed_at=9.0),
+        Trial(failure="KeyError: 'x'", failed_at=3.0),
+    )
+    assert (
+        doctor.outcome_of([late, first, Trial(1e-7, 1.0)]).failure
+        == "rank 1: KeyError: 'x'"
+    )
     assert doctor.outcome_of([Trial(1e-7, 1.0)] * 2) == Trial(1e-7, 1.0)
 
 
@@ -210,15 +308,22 @@ def test_ranks_that_do_not_meet_are_a_problem_that_stops(monkeypatch):
     monkeypatch.setattr(doctor, "launch", fail)
     monkeypatch.setattr(doctor, "measure_speeds", lambda _: speeds(1e12))
     result = doctor.examine(2)
-    assert not result["can_train"] and result["bandwidth_bytes_per_second"] is result["min_block_tokens"] is None
-    assert "do not come together: rank 1 failed: no route to host" in result["problems"][-1]["what"]
+    assert (
+        not result["can_train"]
+        and result["bandwidth_bytes_per_second"] is result["min_block_tokens"] is None
+    )
+    assert (
+        "do not come together: rank 1 failed: no route to host"
+        in result["problems"][-1]["what"]
+    )
 
 
 def examined_job(mesh: DeviceMesh) -> tuple[dict, bool]:
     cluster._MESSAGE_BYTES["cpu"] = 1 << 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(dist.get_rank()))
-        patch.setattr(doctor, "join", lambda timeout: None)  # the pool has joined already, and stays together
+        # the pool has joined already, and stays together
+        patch.setattr(doctor, "join", lambda timeout: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         return doctor.examine_job()
 
@@ -226,14 +331,21 @@ def examined_job(mesh: DeviceMesh) -> tuple[dict, bool]:
 def test_a_job_of_torchrun_is_examined_by_its_own_ranks(pool):
     results = pool.run(examined_job, 4)
     assert [is_first for _, is_first in results] == [True, False, False, False]
-    assert all(result["can_train"] and len(result["cluster"]["links"]) == 4 for result, _ in results)
+    assert all(
+        result["can_train"] and len(result["cluster"]["links"]) == 4
+        for result, _ in results
+    )
 
 
 def test_a_rank_that_does_not_meet_the_others_says_where(monkeypatch):
     def fail(timeout):
         raise RuntimeError("the client socket has timed out\nmore")
 
-    for name, value in (("RANK", "3"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")):
+    for name, value in (
+        ("RANK", "3"),
+        ("MASTER_ADDR", "10.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(doctor, "join", fail)
     monkeypatch.setattr(doctor, "measure_speeds", lambda _: speeds(1e12))

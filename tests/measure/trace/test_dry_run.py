@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import CATEGORIES, CHECKPOINT_NAMES
 from ringspan.measure.trace import tracker
-from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, prepare, summary, thinned, trace
+from ringspan.measure.trace.dry_run import (
+    fake_mesh,
+    hugging_face_config,
+    prepare,
+    summary,
+    thinned,
+    trace,
+)
 from ringspan.plan.cluster.hardware import DEVICES
 from ringspan.plan.cost.cost import step_cost
 from ringspan.plan.cost.folds import per_token
@@ -27,7 +34,12 @@ from tests.every_model.hybrids import hybrid_config
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 
-SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "vocab_size": 501,
+    "max_position_embeddings": 8192,
+}
 HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
 
 DTYPES = [
@@ -38,14 +50,45 @@ DTYPES = [
 MEASURED = [
     (
         "qwen3",
-        {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "compute_dtype": "float32"}
+        {
+            "length": 2302,
+            "ring": 2,
+            "checkpoint": "full",
+            "layers_per_checkpoint": 2,
+            "compute_dtype": "float32",
+        }
         | {"layout": "striped"},
     ),
     *long(
-        ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"}),
-        ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2}),
+        (
+            "llama",
+            {
+                "length": 900,
+                "ring": 1,
+                "checkpoint": "none",
+                "compute_dtype": "bfloat16",
+            },
+        ),
+        (
+            "llama-tied",
+            {
+                "length": 1500,
+                "ring": 2,
+                "checkpoint": "none",
+                "compute_dtype": "bfloat16",
+                "batch": 2,
+            },
+        ),
         ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full"} | DTYPES[2]),
-        ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "compute_dtype": "float32"}),
+        (
+            "llama",
+            {
+                "length": 4004,
+                "ring": 4,
+                "checkpoint": "attention",
+                "compute_dtype": "float32",
+            },
+        ),
     ),
 ]
 
@@ -56,48 +99,162 @@ def test_the_traced_peak_is_within_3_percent_of_a_real_run(pool, kind, options):
     config = models.config(kind, **SIZES)
     setting = Setting(**options, loss_chunk_tokens=256, on_gpu=False)
     rank = setting.ring - 1
-    heap_bytes, tracked_bytes = pool.run(measured_peaks, setting.ring, config, setting)[rank]
+    heap_bytes, tracked_bytes = pool.run(measured_peaks, setting.ring, config, setting)[
+        rank
+    ]
     traced = trace(config, setting, rank)
     assert traced.peak.total_bytes == pytest.approx(tracked_bytes, rel=0.001)
     assert traced.peak.total_bytes == pytest.approx(heap_bytes, rel=0.03)
 
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_position_embeddings": 1 << 20}
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1400,
+    "vocab_size": 2000,
+    "max_position_embeddings": 1 << 20,
+}
 # Where attention's backward pass is the highest moment; more ranks than key/value heads; many layers that keep.
 THIN = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 SHARED = {"intermediate_size": 256}
 DEEP = {"num_hidden_layers": 6}
 CUT = {"feedforward_chunk_tokens": 512}
-BLOCKS = {"length": 16_384, "ring": 4, "loss_chunk_tokens": 4096, "loss_chunk_vocabulary": 16_000}
-ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"]
+BLOCKS = {
+    "length": 16_384,
+    "ring": 4,
+    "loss_chunk_tokens": 4096,
+    "loss_chunk_vocabulary": 16_000,
+}
+ROUTES = [
+    "ring",
+    "bidirectional",
+    "double-ring:2",
+    "all-gather",
+    "pass-q",
+    "ulysses:2",
+    "ulysses",
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "options"),
     [
         ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
-        ("llama", SHARED, {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"}),
-        ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
-        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
-        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "compute_dtype": "float32"}),
+        (
+            "llama",
+            SHARED,
+            {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
+        ),
+        (
+            "llama",
+            SHARED,
+            {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"},
+        ),
+        (
+            "llama",
+            DEEP,
+            {
+                "length": 16_384,
+                "ring": 2,
+                "offload": "activations",
+                "layers_per_checkpoint": 2,
+            },
+        ),
+        (
+            "llama",
+            {},
+            {
+                "length": 16_384,
+                "ring": 2,
+                "tp": 2,
+                "checkpoint": "full",
+                "compute_dtype": "float32",
+            },
+        ),
         *long(
-            ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "compute_dtype": "float32"}),
-            ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
+            (
+                "llama",
+                {},
+                {
+                    "length": 32_768,
+                    "ring": 4,
+                    "checkpoint": "full",
+                    "compute_dtype": "float32",
+                },
+            ),
+            (
+                "llama",
+                {"vocab_size": 64_000},
+                {"length": 4096, "ring": 2, "checkpoint": "attention"},
+            ),
             ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
-            ("llama", {"num_key_value_heads": 4}, {"length": 8192, "checkpoint": "attention", "batch": 2}),
-            ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
-            ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
-            ("llama", {}, {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024}),
+            (
+                "llama",
+                {"num_key_value_heads": 4},
+                {"length": 8192, "checkpoint": "attention", "batch": 2},
+            ),
+            (
+                "qwen3",
+                {"head_dim": 64},
+                {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"},
+            ),
+            (
+                "qwen2",
+                {},
+                {
+                    "length": 65_536,
+                    "ring": 8,
+                    "checkpoint": "attention",
+                    "parameter_dtype": "bfloat16",
+                },
+            ),
+            (
+                "llama",
+                {},
+                {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024},
+            ),
             ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),
-            ("qwen3", DEEP, {"length": 8192, "checkpoint": "full", "offload": "activations"} | CUT),
-            ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "tp": 2, "feedforward_chunk_tokens": 1024}),
+            (
+                "qwen3",
+                DEEP,
+                {"length": 8192, "checkpoint": "full", "offload": "activations"} | CUT,
+            ),
+            (
+                "qwen3",
+                {"head_dim": 64},
+                {
+                    "length": 16_384,
+                    "ring": 2,
+                    "tp": 2,
+                    "feedforward_chunk_tokens": 1024,
+                },
+            ),
             ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
-            *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
-            ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
-            ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
+            *(
+                ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types)
+                for types in DTYPES
+            ),
+            (
+                "llama-tied",
+                {"vocab_size": 64_000},
+                {"length": 1024, "ring": 4, "compute_dtype": "float32"},
+            ),
+            (
+                "llama",
+                {"vocab_size": 64_000},
+                {"length": 1024, "ring": 4, "optimizer_on_host": True},
+            ),
             *(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES),
             *(
-                ("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": comm_dtype})
+                (
+                    "llama",
+                    THIN,
+                    {
+                        "length": 65_536,
+                        "ring": 8,
+                        "compute_dtype": "float32",
+                        "comm_dtype": comm_dtype,
+                    },
+                )
                 for comm_dtype in ("exact", "bfloat16", "int8")
             ),
         ),
@@ -111,22 +268,37 @@ def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
 
 
 def held(mesh, config, setting):
-    model, _, batch = prepare(AutoModelForCausalLM.from_config(config).float(), mesh, setting)
+    model, _, batch = prepare(
+        AutoModelForCausalLM.from_config(config).float(), mesh, setting
+    )
     return tracker.held_activations(model, batch)
 
 
 # Dense; experts; latent keys; experts with windows and sinks; windows; shared keys; chosen keys and shared choices.
-KINDS = ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_text", "glm_moe_dsa"]
+KINDS = [
+    "llama",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma3_text",
+    "gemma4_text",
+    "glm_moe_dsa",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_keeps_what_is_planned(pool, kind):
     config = models.config(kind, max_position_embeddings=512)
     shape = from_config(config.to_dict(), kind)
-    others = [("none", 0), ("full", 128)] if kind == "llama" else []  # neither depends on the kind
+    # neither depends on the kind
+    others = [("none", 0), ("full", 128)] if kind == "llama" else []
     for policy, norms in (("none", 128), ("attention", 128), *others):
-        setting = Setting(length=512, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
-        planned = [held_bytes(shape, setting) + 4 * setting.tokens] * 2  # with int32 positions, while the decoder runs
+        setting = Setting(
+            length=512, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False
+        )
+        planned = [
+            held_bytes(shape, setting) + 4 * setting.tokens
+        ] * 2  # with int32 positions, while the decoder runs
         assert pool.run(held, 2, config, setting) == pytest.approx(planned, rel=1e-3)
 
 
@@ -140,19 +312,34 @@ WIDER = {"deepseek_v4": {"hidden_size": 512}}
         *((kind, "attention", 512, 1e-3) for kind in ("qwen3_next", "lfm2")),
         *((kind, "full", 512, 1e-3) for kind in ("qwen4_exp_text", "dots3_note_text")),
         # It also keeps 16 bytes of a token, of rotary tables, and float32 copies of the last streams' weights.
-        *(("deepseek_v4", checkpoint, 256, 4e-3) for checkpoint in ("full", "attention")),
+        *(
+            ("deepseek_v4", checkpoint, 256, 4e-3)
+            for checkpoint in ("full", "attention")
+        ),
     ],
 )
-def test_checkpoints_let_go_of_what_is_made_again(pool, kind, checkpoint, length, bound):
-    setting = Setting(length=length, ring=2, checkpoint=checkpoint, norm_chunk_tokens=128, on_gpu=False)
+def test_checkpoints_let_go_of_what_is_made_again(
+    pool, kind, checkpoint, length, bound
+):
+    setting = Setting(
+        length=length,
+        ring=2,
+        checkpoint=checkpoint,
+        norm_chunk_tokens=128,
+        on_gpu=False,
+    )
     config = hybrid_config(kind, **WIDER.get(kind, {}))
-    planned = held_bytes(from_config(config.to_dict(), kind), setting) + 4 * setting.tokens
+    planned = (
+        held_bytes(from_config(config.to_dict(), kind), setting) + 4 * setting.tokens
+    )
     # The last rank's chunks lie side by side: one state less.
     assert max(pool.run(held, 2, config, setting)) == pytest.approx(planned, rel=bound)
 
 
 def held_in_folds(mesh, kind, setting):
-    model, _, batch = prepare(models.build(kind, max_position_embeddings=8192), mesh, setting)
+    model, _, batch = prepare(
+        models.build(kind, max_position_embeddings=8192), mesh, setting
+    )
     watching = tracker.MemoryTracker()
     model(**batch).loss.backward()  # FSDP makes its buffers
     with watching:
@@ -169,16 +356,27 @@ def test_folds_keep_what_is_planned_between_passes(pool, kind):
     setting = Setting(length=512, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
     each = per_token(shape.counted(shape.layers), setting)  # gradients come later
     planned = setting.fold.tokens * (3 * each.keys + 4 * each.results)
-    assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
+    assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx(
+        [planned] * 2, rel=1e-3
+    )
 
 
-@pytest.mark.parametrize(("checkpoint", "offload"), [("full", "activations"), *long(("attention", "none"))])
+@pytest.mark.parametrize(
+    ("checkpoint", "offload"), [("full", "activations"), *long(("attention", "none"))]
+)
 def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
     config = models.config("llama", **WIDE | THIN | {"num_hidden_layers": 1})
     # Two folds with float32 gradients are at hand at once, from five on.
-    fewer, more = (Setting(length=4096 * n, ring=2, folds=n, checkpoint=checkpoint, offload=offload) for n in (5, 6))
+    fewer, more = (
+        Setting(
+            length=4096 * n, ring=2, folds=n, checkpoint=checkpoint, offload=offload
+        )
+        for n in (5, 6)
+    )
     shape = from_config(config.to_dict(), "llama")
-    before, formula = (training_memory(shape, each).peak_bytes for each in (fewer, more))
+    before, formula = (
+        training_memory(shape, each).peak_bytes for each in (fewer, more)
+    )
     assert formula == pytest.approx(trace(config, more, 0).peak.total_bytes, rel=0.01)
     batch = 24 * (more.tokens - fewer.tokens)  # three int64 a token
     assert (formula <= before + batch) == (offload == "activations")
@@ -187,7 +385,9 @@ def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
 @pytest.mark.parametrize("route", ["ring", "ulysses:4+all-gather", *long(*ROUTES[1:])])
 def test_what_the_loop_holds_is_counted_to_a_percent(route):
     """Where nothing else comes near it."""
-    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
+    setting = Setting(
+        length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024
+    )
     config = models.config("llama", **WIDE | THIN)
     traced = trace(config, setting, 0).peak
     formula = training_memory(from_config(config.to_dict(), "llama"), setting)
@@ -195,19 +395,28 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
 
 
-@pytest.mark.parametrize(("checkpoint", "layers", "each"), [("attention", 5, 3), *long(("full", 8, 4))])
+@pytest.mark.parametrize(
+    ("checkpoint", "layers", "each"), [("attention", 5, 3), *long(("full", 8, 4))]
+)
 def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers, each):
     setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
     segments = replace(setting, layers_per_checkpoint=each)
     config = models.config("llama", **WIDE | {"num_hidden_layers": layers})
     shape = from_config(config.to_dict(), "llama")
-    formula, traced = training_memory(shape, segments).peak_bytes, trace(config, segments, 0).peak.total_bytes
+    formula, traced = (
+        training_memory(shape, segments).peak_bytes,
+        trace(config, segments, 0).peak.total_bytes,
+    )
     assert formula < training_memory(shape, setting).peak_bytes
     assert formula == pytest.approx(traced, rel=0.002)
 
 
-@pytest.mark.parametrize(("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)])
-def test_tensor_parallel_sums_are_those_of_the_step(monkeypatch, checkpoint, vocabulary):
+@pytest.mark.parametrize(
+    ("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)]
+)
+def test_tensor_parallel_sums_are_those_of_the_step(
+    monkeypatch, checkpoint, vocabulary
+):
     """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
     setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)
     config = models.config("llama", **SIZES | {"vocab_size": vocabulary})
@@ -232,8 +441,13 @@ class Received(TorchDispatchMode):
     num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
-            self.num_bytes += max(x.nbytes for x in args if isinstance(x, torch.Tensor)) // 2
+        if func._schema.name in (
+            "c10d::_allgather_base_",
+            "c10d::_reduce_scatter_base_",
+        ):
+            self.num_bytes += (
+                max(x.nbytes for x in args if isinstance(x, torch.Tensor)) // 2
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -275,12 +489,19 @@ def test_the_timeline_has_all_phases_and_names_what_is_held():
     traced = trace(models.config("llama", **SIZES), setting, 3)
     assert traced.rank == 3
     assert [m.phase for m in thinned(traced.moments, 50)] == sorted(
-        (m.phase for m in thinned(traced.moments, 50)), key=["forward", "backward", "optimizer"].index
+        (m.phase for m in thinned(traced.moments, 50)),
+        key=["forward", "backward", "optimizer"].index,
     )
     shown = summary(traced, budget_bytes=traced.peak.total_bytes - 1)
-    assert shown["fits"] is False and tuple(shown["bytes"]) == CATEGORIES == tracker.CATEGORIES
+    assert (
+        shown["fits"] is False
+        and tuple(shown["bytes"]) == CATEGORIES == tracker.CATEGORIES
+    )
     assert sum(shown["bytes"].values()) == shown["peak_bytes"]
-    assert max(sum(point["bytes"].values()) for point in shown["timeline"]) == shown["peak_bytes"]
+    assert (
+        max(sum(point["bytes"].values()) for point in shown["timeline"])
+        == shown["peak_bytes"]
+    )
     parameters = models.build("llama", **SIZES).num_parameters()
     assert shown["bytes"]["parameters"] == pytest.approx(4 * parameters / 4, rel=0.01)
     assert shown["bytes"]["optimizer"] == pytest.approx(8 * parameters / 4, rel=0.01)

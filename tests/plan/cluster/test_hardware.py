@@ -5,10 +5,19 @@ import pytest
 
 from ringspan.core.errors import ConfigError
 from ringspan.plan.cluster.devices import OTHER_NAMES
-from ringspan.plan.cluster.hardware import DEVICES, _essence, device, min_block_tokens, min_tokens_per_device
+from ringspan.plan.cluster.hardware import (
+    DEVICES,
+    _essence,
+    device,
+    min_block_tokens,
+    min_tokens_per_device,
+)
 from tests.cases import refusals
 
-NAMES = [line.split(": ") for line in Path(__file__).with_name("names.txt").read_text().splitlines()[1:]]
+NAMES = [
+    line.split(": ")
+    for line in Path(__file__).with_name("names.txt").read_text().splitlines()[1:]
+]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +31,9 @@ NAMES = [line.split(": ") for line in Path(__file__).with_name("names.txt").read
         ("tpu-v5e", "intra_node_bandwidth", 1.1, 6.3),
     ],
 )
-def test_minimal_sizes_are_the_published_ones(name, bandwidth, block_thousands, tokens_thousands):
+def test_minimal_sizes_are_the_published_ones(
+    name, bandwidth, block_thousands, tokens_thousands
+):
     block = min_block_tokens(DEVICES[name].flops, getattr(DEVICES[name], bandwidth))
     assert round(block / 1000, 1) == block_thousands
     assert round(min_tokens_per_device(block) / 1000, 1) == tokens_thousands
@@ -37,12 +48,16 @@ def test_names_may_be_written_as_people_and_libraries_write_them(name, text):
 
 
 @pytest.mark.parametrize(
-    ("written", "taken", "other"), [("A100", "a100-80gb", "a100-40gb"), ("rtx-6000", "rtx-6000-ada", "rtx-pro-6000")]
+    ("written", "taken", "other"),
+    [("A100", "a100-80gb", "a100-40gb"), ("rtx-6000", "rtx-6000-ada", "rtx-pro-6000")],
 )
 def test_a_name_of_two_devices_is_taken_for_one_and_says_so(written, taken, other):
     found = device(written)
     assert replace(found, note="") == DEVICES[taken]
-    assert f"--device {written} is taken as {DEVICES[taken].title}" in found.note and other in found.note
+    assert (
+        f"--device {written} is taken as {DEVICES[taken].title}" in found.note
+        and other in found.note
+    )
 
 
 def test_a_device_has_its_name_and_title_and_no_others():
@@ -51,7 +66,11 @@ def test_a_device_has_its_name_and_title_and_no_others():
     for name, each in DEVICES.items():
         assert device(name) == device(each.title) == each
     for name, (taken, other) in OTHER_NAMES.items():
-        assert _essence(name) not in essences and taken in DEVICES and (not other or other in DEVICES)
+        assert (
+            _essence(name) not in essences
+            and taken in DEVICES
+            and (not other or other in DEVICES)
+        )
 
 
 @pytest.mark.parametrize("each", DEVICES.values(), ids=DEVICES)
@@ -61,13 +80,22 @@ def test_numbers_of_the_table_are_those_of_accelerators(each):
     assert 15e9 < each.memory_bytes < 300e9
     assert 3e11 <= each.memory_bandwidth <= 8e12
     assert 1 < each.flops / each.memory_bandwidth < 1000, "FLOP per byte of its memory"
-    assert 1e8 < each.inter_node_bandwidth <= each.intra_node_bandwidth <= each.memory_bandwidth
+    assert (
+        1e8
+        < each.inter_node_bandwidth
+        <= each.intra_node_bandwidth
+        <= each.memory_bandwidth
+    )
     assert bool(each.host_bandwidth) == bool(each.host_memory_bytes)
 
 
 def test_a_device_by_hand_and_a_changed_one():
     by_hand = device("flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10")
-    assert (by_hand.flops, by_hand.memory_bytes, by_hand.bandwidth(1000)) == (2e12, 16_000_000_000, 1e10)
+    assert (by_hand.flops, by_hand.memory_bytes, by_hand.bandwidth(1000)) == (
+        2e12,
+        16_000_000_000,
+        1e10,
+    )
     slow = device("h100-80gb,inter_node_bandwidth=25e9,devices_per_node=4")
     assert slow.bandwidth(4) == DEVICES["h100-80gb"].intra_node_bandwidth
     assert slow.bandwidth(5) == 25e9

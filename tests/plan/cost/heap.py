@@ -17,7 +17,18 @@ from ringspan.measure.trace.dry_run import prepare, watch_step
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.plan.cost.setting import Setting
 
-_FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+_FIELDS = [
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+]
 
 
 class _Mallinfo(ctypes.Structure):
@@ -52,10 +63,14 @@ class HeapTracker(MemoryTracker):
         self._other_bytes = heap_bytes() - self.moments[-1].total_bytes
         self.peak_heap_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.asks:
-            self.peak_heap_bytes = max(self.peak_heap_bytes, heap_bytes() - self._other_bytes)
+            self.peak_heap_bytes = max(
+                self.peak_heap_bytes, heap_bytes() - self._other_bytes
+            )
         return result
 
 
@@ -65,8 +80,12 @@ def measured_peaks(mesh: DeviceMesh, config: Any, setting: Setting) -> tuple[int
     """
     torch.manual_seed(0)
     tracker = HeapTracker()
-    with tracker if mesh["ring"].get_local_rank() == setting.ring - 1 else nullcontext():
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+    with (
+        tracker if mesh["ring"].get_local_rank() == setting.ring - 1 else nullcontext()
+    ):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, setting.parameter_dtype)
+        ).train()
         model, optimizer, batch = prepare(model, mesh, setting)
         tracker.watch_model(model)
         for asks in (False, True):  # in the first step libraries fill their caches

@@ -7,17 +7,29 @@ import pytest
 
 from benchmarks.planning_tables import dataset_flops_ratio
 from ringspan.plan.cluster.hardware import DEVICES, device
-from ringspan.plan.cost.cost import block_tokens_for_overlap, causal_pairs, model_flops, step_cost
+from ringspan.plan.cost.cost import (
+    block_tokens_for_overlap,
+    causal_pairs,
+    model_flops,
+    step_cost,
+)
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
 from ringspan.train.model import flops_per_token
 
 LLAMA = MODELS["llama-3.1-8b"]
-FAST = replace(DEVICES["h100-80gb"], intra_node_bandwidth=1e18, inter_node_bandwidth=1e18)
+FAST = replace(
+    DEVICES["h100-80gb"], intra_node_bandwidth=1e18, inter_node_bandwidth=1e18
+)
 
 
 def test_model_flops_are_those_that_training_reports():
-    sizes = {"num_attention_heads": 32, "head_dim": 128, "hidden_size": 4096, "num_hidden_layers": 32}
+    sizes = {
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+    }
     config = SimpleNamespace(**sizes)
     length = 131_072
     expected = length * flops_per_token(config, LLAMA.matrix_parameters, length)
@@ -30,18 +42,24 @@ def test_with_free_links_a_step_is_its_flops():
     step = step_cost(LLAMA, setting, ideal, batch=1)
     # The model's FLOPs count backward as twice the forward; attention's own backward is 5 products to forward's 2.
     extra = 2 * LLAMA.attention.out_size * causal_pairs(65_536) * LLAMA.layers
-    assert step.seconds == pytest.approx((step.flops + extra) / (4 * ideal.flops), rel=1e-3)
+    assert step.seconds == pytest.approx(
+        (step.flops + extra) / (4 * ideal.flops), rel=1e-3
+    )
     assert step.exposed_seconds == pytest.approx(0, abs=1e-6)
     assert step.mfu == pytest.approx(step.flops / (step.flops + extra), rel=1e-3)
 
 
 def test_checkpointing_costs_a_forward_pass():
     seconds = {
-        name: step_cost(LLAMA, Setting(length=131_072, ring=4, checkpoint=name), FAST, 1).seconds
+        name: step_cost(
+            LLAMA, Setting(length=131_072, ring=4, checkpoint=name), FAST, 1
+        ).seconds
         for name in ("none", "attention", "full")
     }
     assert seconds["none"] < seconds["attention"] < seconds["full"]
-    attention = 4.0 * LLAMA.attention.out_size * causal_pairs(131_072) / 4 * LLAMA.layers
+    attention = (
+        4.0 * LLAMA.attention.out_size * causal_pairs(131_072) / 4 * LLAMA.layers
+    )
     again = attention / (FAST.flops * FAST.attention_efficiency)
     assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
 
@@ -50,22 +68,37 @@ def test_checkpointing_costs_a_forward_pass():
 def test_recomputed_inputs_cost_three_quarters_of_a_forward_pass(checkpoint):
     setting = Setting(length=131_072, ring=4, checkpoint=checkpoint)
     plain, shared = (
-        step_cost(LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1).seconds for layers in (1, 4)
+        step_cost(
+            LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1
+        ).seconds
+        for layers in (1, 4)
     )
     tokens = 131_072 / 4 * LLAMA.layers
-    forward = 2 * LLAMA.kinds[0].matrices * tokens / (FAST.flops * FAST.matmul_efficiency)
+    forward = (
+        2 * LLAMA.kinds[0].matrices * tokens / (FAST.flops * FAST.matmul_efficiency)
+    )
     if checkpoint == "full":
         pairs = causal_pairs(131_072) / 4 * LLAMA.layers
-        forward += 4.0 * LLAMA.attention.out_size * pairs / (FAST.flops * FAST.attention_efficiency)
+        forward += (
+            4.0
+            * LLAMA.attention.out_size
+            * pairs
+            / (FAST.flops * FAST.attention_efficiency)
+        )
     assert shared - plain == pytest.approx(0.75 * forward, rel=1e-3)
 
 
 def test_an_optimizer_on_the_host_waits_for_link_and_memory():
     h100, setting = DEVICES["h100-80gb"], Setting(length=131_072, ring=4)
-    plain, on_host = (step_cost(LLAMA, replace(setting, optimizer_on_host=where), h100, 1) for where in (False, True))
+    plain, on_host = (
+        step_cost(LLAMA, replace(setting, optimizer_on_host=where), h100, 1)
+        for where in (False, True)
+    )
     numbers = 4 * LLAMA.parameters / 4  # bytes of a rank's float32 weights
     assert on_host.host_bytes - plain.host_bytes == pytest.approx(3 * numbers)
-    assert on_host.seconds - plain.seconds == pytest.approx(10 * numbers / h100.host_bandwidth)
+    assert on_host.seconds - plain.seconds == pytest.approx(
+        10 * numbers / h100.host_bandwidth
+    )
 
 
 def test_a_link_slower_than_the_block_is_what_a_step_waits_for():
@@ -80,7 +113,9 @@ def test_a_link_slower_than_the_block_is_what_a_step_waits_for():
 def test_micro_steps_and_replicas_share_a_batch():
     one = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=1)
     two = step_cost(LLAMA, Setting(length=32_768, ring=4), FAST, batch=2)
-    shared = step_cost(LLAMA, Setting(length=32_768, ring=4, replicate=2), FAST, batch=2)
+    shared = step_cost(
+        LLAMA, Setting(length=32_768, ring=4, replicate=2), FAST, batch=2
+    )
     assert two.seconds == pytest.approx(2 * one.seconds)
     assert shared.seconds == pytest.approx(one.seconds, rel=1e-6)
     assert shared.mfu == pytest.approx(one.mfu, rel=1e-6)
@@ -103,7 +138,9 @@ def test_the_published_flops_ratio_at_a_million_tokens():
 def test_messages_in_fewer_bits_hide_behind_smaller_blocks():
     setting, link = Setting(length=65_536, ring=4, compute_dtype="float32"), 50e9
     exact, half, quarter = (
-        block_tokens_for_overlap(LLAMA, replace(setting, comm_dtype=comm_dtype), FAST, link)
+        block_tokens_for_overlap(
+            LLAMA, replace(setting, comm_dtype=comm_dtype), FAST, link
+        )
         for comm_dtype in ("exact", "bfloat16", "int8")
     )
     assert (half, quarter) == (exact / 2, exact / 4)

@@ -8,7 +8,14 @@ from ringspan.plan.generation.planner import TextQuestion, plan_text
 from ringspan.plan.model.configs import model_shape
 
 
-def question(model="llama-3.1-8b", kind="h100", devices=8, prompt=131_072, new_tokens=200, batch=1):
+def question(
+    model="llama-3.1-8b",
+    kind="h100",
+    devices=8,
+    prompt=131_072,
+    new_tokens=200,
+    batch=1,
+):
     return TextQuestion(
         shape=model_shape(model),
         device=device(kind),
@@ -30,7 +37,10 @@ def test_nothing_is_faster_by_three_percent():
     assert answer.cost.peak_bytes == sum(answer.as_json()["bytes"].values())
     for text in asked.texts:
         if asked.fits(text) and text.weights == "whole":
-            assert 0.97 * answer.cost.seconds <= text_cost(asked.shape, text, asked.device).seconds
+            assert (
+                0.97 * answer.cost.seconds
+                <= text_cost(asked.shape, text, asked.device).seconds
+            )
     assert "would hold it too" in said(answer)
 
 
@@ -55,15 +65,24 @@ def test_weights_that_do_not_fit_are_gathered_for_every_token():
     answer = plan_text(question("gpt-175b", "h100", 16, prompt=1000))
     assert answer.fits and answer.text.ring == 8 and answer.text.weights == "sharded"
     assert "gathered for every token" in said(answer)
-    assert "2,048 learned positions" in said(plan_text(question("gpt-175b", "h100", 16, prompt=3000)))
+    assert "2,048 learned positions" in said(
+        plan_text(question("gpt-175b", "h100", 16, prompt=3000))
+    )
 
 
 def test_generate_refuses_more_tokens_than_positions():
     assert not plan_text(question(prompt=131_072 - 200)).is_refused
     answer = plan_text(question(prompt=131_072 - 199))
-    assert answer.fits and answer.is_refused and answer.as_json()["positions"] == 131_072
-    assert "made for 131,072 positions: ringspan generate refuses 131,073 tokens" in answer.as_json()["reasons"][0]
-    unknown = replace(question(prompt=10**6), shape=replace(model_shape("llama-3.1-8b"), made_for=0))
+    assert (
+        answer.fits and answer.is_refused and answer.as_json()["positions"] == 131_072
+    )
+    assert (
+        "made for 131,072 positions: ringspan generate refuses 131,073 tokens"
+        in answer.as_json()["reasons"][0]
+    )
+    unknown = replace(
+        question(prompt=10**6), shape=replace(model_shape("llama-3.1-8b"), made_for=0)
+    )
     assert not plan_text(unknown).is_refused and plan_text(unknown).positions is None
 
 

@@ -15,7 +15,11 @@ from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace
 def unreachable(monkeypatch, tmp_path):
     """How often a Hub was asked whose port nobody listens at; the cache is empty."""
     asked, connect = [], socket.socket.connect
-    monkeypatch.setattr(socket.socket, "connect", lambda *given: asked.append(given[1]) or connect(*given))
+    monkeypatch.setattr(
+        socket.socket,
+        "connect",
+        lambda *given: asked.append(given[1]) or connect(*given),
+    )
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     hub.out_of_reach.cache_clear()
@@ -26,26 +30,39 @@ def unreachable(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["model.init=pretrained", "model.path=nobody/nothing"], "model.path = 'nobody/nothing'"),
+        (
+            ["model.init=pretrained", "model.path=nobody/nothing"],
+            "model.path = 'nobody/nothing'",
+        ),
         (["model.tokenizer=nobody/nothing"], "model.tokenizer = 'nobody/nothing'"),
         (['data.paths="hub:nobody/nothing"'], 'data.paths = "hub:nobody/nothing"'),
     ],
 )
-def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workplace, unreachable, arguments, key):  # noqa: F811
+def test_a_run_that_needs_the_hub_is_refused_at_once(
+    monkeypatch,
+    capsys,
+    workplace,  # noqa: F811
+    unreachable,
+    arguments,
+    key,
+):
     from ringspan.train.config.load import load_config
     from ringspan.train.data.documents import scan_documents
     from ringspan.train.model import load_model_config, load_tokenizer
 
     if arguments[0] == "model.init=pretrained":
         text = (workplace / "config.toml").read_text()
-        (workplace / "config.toml").write_text(text.split("[model]")[0] + "[data]" + text.split("[data]")[1])
+        (workplace / "config.toml").write_text(
+            text.split("[model]")[0] + "[data]" + text.split("[data]")[1]
+        )
     config = load_config(workplace / "config.toml", arguments)
     with pytest.raises(ConfigError, match="the Hub is out of reach") as refused:
         model_config = load_model_config(config)
         if config.model.tokenizer == "train":
             scan_documents(config.data)
         load_tokenizer(config.model, model_config)
-    assert unreachable == [("127.0.0.1", 9)]  # its own clients try again and again, for half a minute
+    # its own clients try again and again, for half a minute
+    assert unreachable == [("127.0.0.1", 9)]
     assert str(refused.value).startswith(key) and "is neither in" in str(refused.value)
 
 
@@ -54,15 +71,27 @@ def test_a_plan_says_so_too(monkeypatch, capsys, unreachable):
     assert "the Hub is out of reach" in line and unreachable == [("127.0.0.1", 9)]
 
 
-@pytest.mark.parametrize("name", ["./models/mine", "/models/mine", "~/mine", "models/mine/again", "my models/mine"])
-def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch, capsys, name):
+@pytest.mark.parametrize(
+    "name",
+    ["./models/mine", "/models/mine", "~/mine", "models/mine/again", "my models/mine"],
+)
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(
+    monkeypatch, capsys, name
+):
     monkeypatch.setattr(hub, "out_of_reach", lambda: pytest.fail("asked the Hub"))
-    assert "there is no such folder in" in refusal(monkeypatch, capsys, "plan", "--model", name)
-    with pytest.raises(ConfigError, match="there is no such folder in"), hub.from_hub("model.path", name):
+    assert "there is no such folder in" in refusal(
+        monkeypatch, capsys, "plan", "--model", name
+    )
+    with (
+        pytest.raises(ConfigError, match="there is no such folder in"),
+        hub.from_hub("model.path", name),
+    ):
         pass
 
 
-def test_the_hub_is_not_asked_for_local_or_forbidden_models(monkeypatch, tmp_path, unreachable):
+def test_the_hub_is_not_asked_for_local_or_forbidden_models(
+    monkeypatch, tmp_path, unreachable
+):
     monkeypatch.setattr(hub, "out_of_reach", lambda: pytest.fail("asked the Hub"))
     with hub.from_hub("model.path", str(tmp_path)):
         assert not constants.HF_HUB_OFFLINE
@@ -106,4 +135,6 @@ def test_no_message_is_cut_by_its_characters():
 
     for path in Path(ringspan.__file__).parent.rglob("*.py"):
         if path.name != "messages.py":
-            assert not re.search(r"\[:\s*(160|[2-9]\d\d)\]", path.read_text()), f"{path}: use core.messages.shortened"
+            assert not re.search(r"\[:\s*(160|[2-9]\d\d)\]", path.read_text()), (
+                f"{path}: use core.messages.shortened"
+            )

@@ -42,7 +42,9 @@ def shape_of(folder: Any, config: Any) -> ModelShape:
     return model_shape(str(folder))
 
 
-@pytest.mark.parametrize("kind", [*few([each for each in PLANNED if each != "zamba"], 3), *OTHERS])
+@pytest.mark.parametrize(
+    "kind", [*few([each for each in PLANNED if each != "zamba"], 3), *OTHERS]
+)
 def test_parameters_and_products_are_those_of_the_model(tmp_path, kind):
     config = tiny_config(kind)
     shape, tokens = shape_of(tmp_path, config), 24
@@ -51,7 +53,10 @@ def test_parameters_and_products_are_those_of_the_model(tmp_path, kind):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.ones(1, tokens, dtype=torch.long))
     counts = counter.get_flop_counts()["Global"]
-    assert (shape.parameters, shape.layers) == (model.num_parameters(), len(layers_of(model)))
+    assert (shape.parameters, shape.layers) == (
+        model.num_parameters(),
+        len(layers_of(model)),
+    )
     convolved = sum(kind.channels * kind.taps for kind in shape.kinds)
     products = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
     assert products == 2 * tokens * (shape.matrix_parameters - convolved)
@@ -59,11 +64,16 @@ def test_parameters_and_products_are_those_of_the_model(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jetmoe", "xmod"])
 def test_a_model_whose_code_asks_for_values_is_refused_by_name(tmp_path, kind):
-    with pytest.raises(UnsupportedError, match=f"the planner cannot run {kind} without values"):
+    with pytest.raises(
+        UnsupportedError, match=f"the planner cannot run {kind} without values"
+    ):
         shape_of(tmp_path, tiny_config(kind))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gated delta rule", "qwen3_next"), ("lightning attention", "minimax")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gated delta rule", "qwen3_next"), ("lightning attention", "minimax")],
+)
 def test_the_flops_of_a_state_are_those_of_its_function(tmp_path, name, kind):
     shape = shape_of(tmp_path, hybrid_config(kind, **_square(kind)))
     scan = next(each.scan for each in shape.kinds if each.scan)
@@ -71,7 +81,8 @@ def test_the_flops_of_a_state_are_those_of_its_function(tmp_path, name, kind):
     arguments["value"] = arguments["value"][..., :8]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         LAYERS[name].rule.run(LAYERS[name].of(torch.float32), arguments, None)
-    solved = 4 * 64 * (8 + 8) if kind == "qwen3_next" else 0  # a triangular system, which is no product
+    # a triangular system, which is no product
+    solved = 4 * 64 * (8 + 8) if kind == "qwen3_next" else 0
     assert counter.get_total_flops() == 128 * (scan.flops - solved)
 
 
@@ -88,13 +99,18 @@ def test_the_flops_of_a_state_space_are_those_of_its_function(tmp_path):
         arguments[name] = torch.randn(1, 64, 8, 6)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         LAYERS["mamba-2"].rule.run(LAYERS["mamba-2"].of(torch.float32), arguments, None)
-    chunks = 64 // 8 + 1  # the states of all chunks from those before, which kernels make one after the other
+    # the states of all chunks from those before, which kernels make one after the other
+    chunks = 64 // 8 + 1
     assert counter.get_total_flops() == 64 * scan.flops + 2 * chunks**2 * scan.state
 
 
-def sent_in_a_step(mesh: Any, kind: str, layout: str, length: int, checkpoint: str) -> int:
+def sent_in_a_step(
+    mesh: Any, kind: str, layout: str, length: int, checkpoint: str
+) -> int:
     """Bytes that this rank sends to others in forward and backward, without those of collectives."""
-    model = rs.parallelize(build(kind, torch.float32), mesh, layout=layout, checkpoint=checkpoint)
+    model = rs.parallelize(
+        build(kind, torch.float32), mesh, layout=layout, checkpoint=checkpoint
+    )
     ids = torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(1))
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout=layout)
     before = COUNTERS.sent_bytes
@@ -107,10 +123,19 @@ def attention_bytes(shape: ModelShape, layout: rs.Layout, rank: int) -> int:
     schedule = make_schedule(layout, rs.causal(), rank, layout, "ring")
     kind = shape.attention
     latent_dim = Setting(length=layout.length, ring=layout.ranks).latent_dim(kind)
-    sizes = Shape(1, kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim, 4, latent_dim)
+    sizes = Shape(
+        1, kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim, 4, latent_dim
+    )
     part = steps.Part(schedule, sizes)
-    posts = [event for each in (events.forward, events.backward) for event in each(part)]
-    return sum(size.num_bytes for post in posts if isinstance(post, steps.Post) for _, size in post.sends)
+    posts = [
+        event for each in (events.forward, events.backward) for event in each(part)
+    ]
+    return sum(
+        size.num_bytes
+        for post in posts
+        if isinstance(post, steps.Post)
+        for _, size in post.sends
+    )
 
 
 CASES = [(3, "zigzag", 61), (4, "contiguous", 64), (2, "zigzag", 40)]
@@ -121,14 +146,27 @@ def test_what_a_pass_sends_is_predicted_to_the_byte(pool, tmp_path, number, kind
     shape = shape_of(tmp_path, hybrid_config(kind))
     ranks, layout, length = CASES[number % len(CASES)]
     split = rs.Layout(layout, length, ranks)
-    states = [sum(rows) for rows in zip(*(state_bytes(split, each, 4) for each in shape.kinds), strict=True)]
+    states = [
+        sum(rows)
+        for rows in zip(
+            *(state_bytes(split, each, 4) for each in shape.kinds), strict=True
+        )
+    ]
     attending = sum(each.attends for each in shape.kinds)
-    expected = [states[rank] + attending * attention_bytes(shape, split, rank) for rank in range(ranks)]
-    assert pool.run(sent_in_a_step, ranks, kind, layout, length, "attention") == expected
+    expected = [
+        states[rank] + attending * attention_bytes(shape, split, rank)
+        for rank in range(ranks)
+    ]
+    assert (
+        pool.run(sent_in_a_step, ranks, kind, layout, length, "attention") == expected
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("layout", "ranks"), [("zigzag", 6), ("contiguous", 16), ("zigzag", 16), ("zigzag", 1)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("zigzag", 6), ("contiguous", 16), ("zigzag", 16), ("zigzag", 1)],
+)
 def test_messages_of_many_spans_carry_maps(layout, ranks, reverse):
     split = rs.Layout(layout, 64 * ranks, ranks)
     places = places_of(split)
@@ -142,12 +180,18 @@ def test_messages_of_many_spans_carry_maps(layout, ranks, reverse):
 def test_states_cost_the_same_at_any_length_unlike_attention(tmp_path):
     shape = shape_of(tmp_path, hybrid_config("qwen3_next"))
     sent = [
-        [state_bytes(rs.Layout("zigzag", length, 4), kind, 2) for kind in shape.kinds if kind.scan]
+        [
+            state_bytes(rs.Layout("zigzag", length, 4), kind, 2)
+            for kind in shape.kinds
+            if kind.scan
+        ]
         for length in (4096, 65_536)
     ]
     assert sent[0] == sent[1]
     lone = shape_of(tmp_path, hybrid_config("mamba2"))
-    short, double, quadruple = (model_flops(lone, length) for length in (4096, 8192, 16_384))
+    short, double, quadruple = (
+        model_flops(lone, length) for length in (4096, 8192, 16_384)
+    )
     assert double == 2 * short and quadruple == 2 * double
     mixed = [model_flops(shape, length) for length in (4096, 8192)]
     assert mixed[1] > 2 * mixed[0]
@@ -158,10 +202,19 @@ def test_a_state_is_computed_once_more_each_way_where_it_travels(tmp_path):
     shape, device = shape_of(tmp_path, hybrid_config("mamba2")), DEVICES["h100-80gb"]
     fast = rs_fast(device)
     one, four = (
-        step_cost(shape, Setting(length=1 << 16, ring=ring, layout=layout, checkpoint="none"), fast, 1).compute_seconds
+        step_cost(
+            shape,
+            Setting(length=1 << 16, ring=ring, layout=layout, checkpoint="none"),
+            fast,
+            1,
+        ).compute_seconds
         for ring, layout in ((1, "contiguous"), (4, "zigzag"))
     )
-    scanned = (1 << 16) * sum(kind.scan_flops for kind in shape.kinds) / (fast.flops * fast.attention_efficiency)
+    scanned = (
+        (1 << 16)
+        * sum(kind.scan_flops for kind in shape.kinds)
+        / (fast.flops * fast.attention_efficiency)
+    )
     assert 4 * four - one == pytest.approx(2 * scanned, rel=1e-6)
 
 
@@ -172,14 +225,20 @@ def rs_fast(device: Any) -> Any:
 
 
 def test_memory_grows_with_the_policy_and_falls_with_the_ring(tmp_path):
-    shape = shape_of(tmp_path, hybrid_config("qwen3_next", num_hidden_layers=8, layer_types=None))
+    shape = shape_of(
+        tmp_path, hybrid_config("qwen3_next", num_hidden_layers=8, layer_types=None)
+    )
     plain = Setting(length=1 << 15, ring=4)
     peaks = [
-        training_memory(shape, Setting(length=1 << 15, ring=4, checkpoint=policy)).peak_bytes
+        training_memory(
+            shape, Setting(length=1 << 15, ring=4, checkpoint=policy)
+        ).peak_bytes
         for policy in ("full", "attention", "none")
     ]
     assert all(less < more for less, more in pairwise(peaks))
-    longer = training_memory(shape, Setting(length=1 << 15, ring=8)).bytes["activations"]
+    longer = training_memory(shape, Setting(length=1 << 15, ring=8)).bytes[
+        "activations"
+    ]
     assert longer < 0.6 * training_memory(shape, plain).bytes["activations"]
 
 
@@ -190,7 +249,9 @@ def test_what_is_planned_for_attention_alone_is_refused(tmp_path):
     shape, device = shape_of(tmp_path, hybrid_config("lfm2")), DEVICES["h100-80gb"]
     question = Question(shape=shape, device=device, devices=2, length=64)
     for ask in (
-        lambda: TextQuestion(shape=shape, device=device, devices=2, prompt=8, new_tokens=8),
+        lambda: TextQuestion(
+            shape=shape, device=device, devices=2, prompt=8, new_tokens=8
+        ),
         lambda: compare_layouts(question, Setting(length=64, ring=2), (32, 32)),
         lambda: shape.split(2),
     ):

@@ -39,10 +39,15 @@ class Group:
 
     def all_gather(self, places: list[Tensor], mine: Tensor) -> None:
         self._calls += 1
-        spec, others = TensorSpec.like(mine), [rank for rank in range(self.ranks) if rank != self.rank]
+        spec, others = (
+            TensorSpec.like(mine),
+            [rank for rank in range(self.ranks) if rank != self.rank],
+        )
         messages = self.transport.among(range(self.ranks), "gather")
         transfer, pending = messages.post(
-            [(rank, mine) for rank in others], [(rank, spec) for rank in others], self._calls
+            [(rank, mine) for rank in others],
+            [(rank, spec) for rank in others],
+            self._calls,
         )
         transfer.wait()
         places[self.rank].copy_(mine)
@@ -66,7 +71,9 @@ class Collectives:
     @staticmethod
     def all_reduce(mine: Tensor, op: Any, group: Group) -> None:
         assert op == torch.distributed.ReduceOp.MAX
-        group.all_gather(every := [torch.empty_like(mine) for _ in range(group.ranks)], mine)
+        group.all_gather(
+            every := [torch.empty_like(mine) for _ in range(group.ranks)], mine
+        )
         mine.copy_(torch.stack(every).amax(0))
 
 
@@ -78,26 +85,52 @@ def threads_for_processes(monkeypatch):
     monkeypatch.setattr(cached, "agree", lambda group, facts: None)
 
     def messages(group: Any, name: str) -> Any:
-        return transport_of(None, name) if group is None else group.transport.among(range(group.ranks), name)
+        return (
+            transport_of(None, name)
+            if group is None
+            else group.transport.among(range(group.ranks), name)
+        )
 
     monkeypatch.setattr(cached, "transport_of", messages)
-    monkeypatch.setattr(index_cached, "passing_tokens", lambda x, group: nullcontext(messages(group, "tokens")))
+    monkeypatch.setattr(
+        index_cached,
+        "passing_tokens",
+        lambda x, group: nullcontext(messages(group, "tokens")),
+    )
 
 
 class Text:
     """Random queries, keys and values of a few sequences, and their dense truth."""
 
     def __init__(
-        self, length: int, kind: LayerKind, real: list[tuple[tuple[int, int], ...]] | None, softcap: float = 0.0,
-        has_sinks: bool = False, topk: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        length: int,
+        kind: LayerKind,
+        real: list[tuple[tuple[int, int], ...]] | None,
+        softcap: float = 0.0,
+        has_sinks: bool = False,
+        topk: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(length)
         batch = len(real or (None,))
         groups = 1 if topk else GROUPS
-        shapes = (HEADS, SIZE), (groups, SIZE), (groups, VALUE_SIZE), (2, 4), (1, 4), (2, 1)
-        made = [torch.randn(batch, h, length, d, generator=generator) for h, d in shapes]
+        shapes = (
+            (HEADS, SIZE),
+            (groups, SIZE),
+            (groups, VALUE_SIZE),
+            (2, 4),
+            (1, 4),
+            (2, 1),
+        )
+        made = [
+            torch.randn(batch, h, length, d, generator=generator) for h, d in shapes
+        ]
         self.q, self.k, self.v, *index = made
-        self.topk, self.index = topk, [x.mul(2).round() for x in index]  # whole numbers: scores are often equal
+        # whole numbers: scores are often equal
+        self.topk, self.index = (
+            topk,
+            [x.mul(2).round() for x in index],
+        )
         self.k[:, :, length // 2 :] *= 3  # shares whose log-sum-exps are far apart
         if topk:
             self.v = self.k[..., :VALUE_SIZE]
@@ -119,11 +152,15 @@ class Text:
         if self.kind.window is not None:
             allowed = allowed & (i - j < self.kind.window)
         if self.kind.chunk is not None:
-            allowed = allowed & ((i - origin) // self.kind.chunk == (j - origin) // self.kind.chunk)
+            allowed = allowed & (
+                (i - origin) // self.kind.chunk == (j - origin) // self.kind.chunk
+            )
         if self.topk:
             q, k, weights = (x[row].double().numpy() for x in self.index)
             scores = index_scores(q.swapaxes(0, 1), k[0], weights[..., 0].T, 1.0)
-            best = np.argsort(np.where(allowed, -scores, np.inf), kind="stable")[:, : self.topk]
+            best = np.argsort(np.where(allowed, -scores, np.inf), kind="stable")[
+                :, : self.topk
+            ]
             allowed = allowed & allowed_by(best, self.length)
         return allowed
 
@@ -150,15 +187,22 @@ class Text:
 
     def on_ring(self, ranks: int, turns: list[tuple[int, bool]]) -> Tensor:
         """What the ranks compute in turns of some tokens each, split over the ring or on every rank."""
-        results, _ = on_ranks(ranks, lambda rank, transport: self._on_rank(Group(rank, ranks, transport), turns))
+        results, _ = on_ranks(
+            ranks,
+            lambda rank, transport: self._on_rank(Group(rank, ranks, transport), turns),
+        )
         whole = torch.full((*self.q.shape[:-1], VALUE_SIZE), torch.nan)
         for (_, is_split), *parts in zip(turns, *results, strict=True):
             for rows, out in parts:
                 whole[:, :, rows] = out
-                assert is_split or torch.equal(out, parts[0][1]), "all that compute a token get the same bits"
+                assert is_split or torch.equal(out, parts[0][1]), (
+                    "all that compute a token get the same bits"
+                )
         return whole
 
-    def turns_of(self, group: Group, turns: list[tuple[int, bool]]) -> Iterator[tuple[Turn, Tensor]]:
+    def turns_of(
+        self, group: Group, turns: list[tuple[int, bool]]
+    ) -> Iterator[tuple[Turn, Tensor]]:
         """Yield a rank's turns, and positions of its share of the keys."""
         shares = Shares(group.ranks)
         for count, is_split in turns:
@@ -166,51 +210,85 @@ class Text:
             first = self.first_seen(start)
             new = shares.split(count) if is_split else shares.deal(count)
             keys = shares.held(first)
-            held = torch.from_numpy(keys.positions(group.rank)).clamp_max(self.length - 1)
-            masks = tuple(layer_mask(self.kind, start, start + count, real) for real in (self.real or (None,)))
-            yield Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)}), held  # pyright: ignore
+            held = torch.from_numpy(keys.positions(group.rank)).clamp_max(
+                self.length - 1
+            )
+            masks = tuple(
+                layer_mask(self.kind, start, start + count, real)
+                for real in (self.real or (None,))
+            )
+            reaches = {self.kind: Reach(keys, masks)}
+            yield Turn(group, group.rank, new, is_split, reaches), held
 
-    def _on_rank(self, group: Group, turns: list[tuple[int, bool]]) -> list[tuple[Tensor, Tensor]]:
+    def _on_rank(
+        self, group: Group, turns: list[tuple[int, bool]]
+    ) -> list[tuple[Tensor, Tensor]]:
         results = []
         for turn, held in self.turns_of(group, turns):
-            q, k, v = self.q[:, :, turn.positions], self.k[:, :, held], self.v[:, :, held]
+            q, k, v = (
+                self.q[:, :, turn.positions],
+                self.k[:, :, held],
+                self.v[:, :, held],
+            )
             scale, softcap = self.scores.scale, self.scores.softcap
             if self.topk:
                 results.append((turn.positions, self._chosen(turn, q, k[:, 0], held)))
                 continue
-            out = turn.attend(Request(q, k, v, scale=scale, softcap=softcap, sinks=self.sinks), self.kind)
+            out = turn.attend(
+                Request(q, k, v, scale=scale, softcap=softcap, sinks=self.sinks),
+                self.kind,
+            )
             results.append((turn.positions, out))
         return results
 
     def _chosen(self, turn: Turn, q: Tensor, kv: Tensor, held: Tensor) -> Tensor:
         """By an index, and again by what it has chosen."""
         iq, ik, weights = self.index
-        of_queries = iq[:, :, turn.positions].transpose(1, 2), weights[:, :, turn.positions, 0].transpose(1, 2)
-        index = IndexInputs(of_queries[0], ik[:, 0, held], of_queries[1], 1.0, self.topk)
-        options = {"values": slice(0, VALUE_SIZE), "scale": self.scores.scale, "sinks": self.sinks}
+        of_queries = (
+            iq[:, :, turn.positions].transpose(1, 2),
+            weights[:, :, turn.positions, 0].transpose(1, 2),
+        )
+        index = IndexInputs(
+            of_queries[0], ik[:, 0, held], of_queries[1], 1.0, self.topk
+        )
+        options = {
+            "values": slice(0, VALUE_SIZE),
+            "scale": self.scores.scale,
+            "sinks": self.sinks,
+        }
         asked = turn, turn.reaches[self.kind], q, kv
         out, chosen = index_cached.attend_to_cache(*asked, index, None, **options)
-        assert torch.equal(index_cached.attend_to_cache(*asked, None, chosen, **options)[0], out)
+        assert torch.equal(
+            index_cached.attend_to_cache(*asked, None, chosen, **options)[0], out
+        )
         return out
 
 
 def check(text: Text, ranks: int, turns: list[tuple[int, bool]]) -> None:
     expected = text.truth()
-    error = np.linalg.norm(text.on_ring(ranks, turns).double().numpy() - expected) / np.linalg.norm(expected)
+    error = np.linalg.norm(
+        text.on_ring(ranks, turns).double().numpy() - expected
+    ) / np.linalg.norm(expected)
     assert error < LIMIT
 
 
-turn_counts = st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=5)
+turn_counts = st.lists(
+    st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=5
+)
 
 
-def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+def padded(
+    length: int, left: int, hole: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
     """Runs of real tokens: without some on the left, and without a few in the middle."""
     start, count = hole
     runs = (left, start - left), (start + count, length - start - count)
     return tuple((first, many) for first, many in runs if many > 0)
 
 
-def all_padded(length: int, paddings: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int], ...]] | None:
+def all_padded(
+    length: int, paddings: list[tuple[int, int, int]]
+) -> list[tuple[tuple[int, int], ...]] | None:
     left = [min(each, length - 1) for each, _, _ in paddings]
     return [
         padded(length, first, (max(first + 1, hole), count))
@@ -218,7 +296,9 @@ def all_padded(length: int, paddings: list[tuple[int, int, int]]) -> list[tuple[
     ] or None
 
 
-any_padding = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3)
+any_padding = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3
+)
 
 
 @given(
@@ -231,11 +311,30 @@ any_padding = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integ
     st.booleans(),
 )
 @examples(60, deadline=None)
-def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach, size, paddings, softcap, has_sinks):
-    turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
+def test_reading_and_writing_in_any_turns_is_dense_attention(
+    ranks, turns, reach, size, paddings, softcap, has_sinks
+):
+    turns = [
+        (max(count, 2 * ranks) if is_split else count, is_split)
+        for count, is_split in turns
+    ]
     length = sum(count for count, _ in turns)
-    kind, topk = LayerKind(**({reach: size} if reach in ("window", "chunk") else {})), size * (reach == "index")
-    check(Text(length, kind, all_padded(length, paddings), softcap * (not topk), has_sinks, topk), ranks, turns)
+    kind, topk = (
+        LayerKind(**({reach: size} if reach in ("window", "chunk") else {})),
+        size * (reach == "index"),
+    )
+    check(
+        Text(
+            length,
+            kind,
+            all_padded(length, paddings),
+            softcap * (not topk),
+            has_sinks,
+            topk,
+        ),
+        ranks,
+        turns,
+    )
 
 
 def best_blocks(products: np.ndarray, keys: np.ndarray, blocks: Blocks) -> np.ndarray:
@@ -254,7 +353,10 @@ def best_blocks(products: np.ndarray, keys: np.ndarray, blocks: Blocks) -> np.nd
 @examples(30, deadline=None)
 def test_blocks_are_those_of_each_row_alone(ranks, turns, blocks, paddings):
     """They lie on several ranks, and many of their scores are equal."""
-    turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
+    turns = [
+        (max(count, 2 * ranks) if is_split else count, is_split)
+        for count, is_split in turns
+    ]
     length = sum(count for count, _ in turns)
     text = Text(length, LayerKind(), all_padded(length, paddings))
     iq, ik, _ = text.index
@@ -264,15 +366,24 @@ def test_blocks_are_those_of_each_row_alone(ranks, turns, blocks, paddings):
         for turn, held in text.turns_of(group, turns):
             asked = iq[:, :, turn.positions].transpose(1, 2), ik[:, 0, held]
             reach = turn.reaches[text.kind]
-            found.append((turn.positions, index_cached.choose_blocks_of_cache(turn, reach, *asked, blocks)))
+            found.append(
+                (
+                    turn.positions,
+                    index_cached.choose_blocks_of_cache(turn, reach, *asked, blocks),
+                )
+            )
         return found
 
-    for positions, found in (turn for turns in on_ranks(ranks, chosen)[0] for turn in turns):
+    for positions, found in (
+        turn for turns in on_ranks(ranks, chosen)[0] for turn in turns
+    ):
         for row, of_row in enumerate(found.numpy()):
             products, seen = (iq[row] @ ik[row, 0].T).numpy(), text.seen(row)
             for head, column in np.ndindex(of_row.shape[:2]):
                 query, keys = int(positions[column]), of_row[head, column]
-                wanted = best_blocks(products[head, query], np.flatnonzero(seen[query]), blocks)
+                wanted = best_blocks(
+                    products[head, query], np.flatnonzero(seen[query]), blocks
+                )
                 assert np.array_equal(np.sort(keys[keys >= 0]), wanted)
 
 
@@ -305,7 +416,9 @@ def test_merging_weighs_shares_and_counts_sinks_once():
 
     def share(rank: int, transport: FakeTransport) -> Tensor:
         group: Any = Group(rank, 3, transport)
-        return merged(values[rank].view(1, 1, 1, 1), lses[rank].view(1, 1, 1), sinks, group)
+        return merged(
+            values[rank].view(1, 1, 1, 1), lses[rank].view(1, 1, 1), sinks, group
+        )
 
     weights = lses.exp()
     expected = (weights * values).sum() / (weights.sum() + sinks.exp())
@@ -316,6 +429,10 @@ def test_merging_weighs_shares_and_counts_sinks_once():
 def test_a_token_that_nobody_saw_is_zero():
     def share(rank: int, transport: FakeTransport) -> Tensor:
         group: Any = Group(rank, 2, transport)
-        return merged(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf), None, group)
+        return merged(
+            torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf), None, group
+        )
 
-    assert all(torch.equal(result, torch.zeros(1, 1, 1, 2)) for result in on_ranks(2, share)[0])
+    assert all(
+        torch.equal(result, torch.zeros(1, 1, 1, 2)) for result in on_ranks(2, share)[0]
+    )

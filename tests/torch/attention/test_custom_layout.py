@@ -34,7 +34,9 @@ class Held(NamedTuple):
     keys: CustomLayout
 
     def dense(self, rows, columns):
-        is_held = np.isin(rows, held(self.queries))[:, None] & np.isin(columns, held(self.keys))
+        is_held = np.isin(rows, held(self.queries))[:, None] & np.isin(
+            columns, held(self.keys)
+        )
         return self.mask.dense(rows, columns) & is_held
 
 
@@ -43,20 +45,37 @@ class Custom(Problem):
 
     def __init__(self, queries, keys, mask, **scores):
         shape = {"batch": 2, "heads": 4, "groups": 2, "size": 8}
-        super().__init__(queries.length, Held(mask, queries, keys), keys=keys.length, **shape, **scores)
+        super().__init__(
+            queries.length,
+            Held(mask, queries, keys),
+            keys=keys.length,
+            **shape,
+            **scores,
+        )
         self.lse[:, :, ~np.isin(np.arange(queries.length), held(queries))] = -np.inf
 
     def on_ring(self, route):
         mask, queries, keys = self.mask
-        spec = AttentionSpec(scale=self.scale, mask=mask.spec, layout=queries.name, route=route)
-        positions = tuple(partial(_positions, one, device=self.q.device) for one in (queries, keys))
+        spec = AttentionSpec(
+            scale=self.scale, mask=mask.spec, layout=queries.name, route=route
+        )
+        positions = tuple(
+            partial(_positions, one, device=self.q.device) for one in (queries, keys)
+        )
 
         def passed(rank, exchange, q, k, is_backward):
             way = "ring" if route == "pass-q" and is_backward else route
             schedule = make_schedule(queries, mask, rank, keys, way)
             scores = Scores(self.scale, self.softcap, self.slopes)
             of_scores = None if self.slopes is None else positions
-            mine = Ring(schedule, exchange, scores, spec, num_head_groups(q, k, schedule), of_scores)
+            mine = Ring(
+                schedule,
+                exchange,
+                scores,
+                spec,
+                num_head_groups(q, k, schedule),
+                of_scores,
+            )
             return partial(ring.backward if is_backward else ring.forward, mine)
 
         return self.passes(queries, keys, passed)
@@ -71,11 +90,17 @@ class Custom(Problem):
     st.booleans(),
     st.booleans(),
 )
-@examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_any_mask_on_any_runs(queries, data, mask, route, softcap, has_slopes, has_sinks):
+@examples(
+    100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+def test_any_mask_on_any_runs(
+    queries, data, mask, route, softcap, has_slopes, has_sinks
+):
     assume(exists(route, queries.ranks))
     keys = data.draw(st.one_of(st.just(queries), custom_layouts(queries.ranks)))
-    problem = Custom(queries, keys, mask, softcap=softcap, has_slopes=has_slopes, has_sinks=has_sinks)
+    problem = Custom(
+        queries, keys, mask, softcap=softcap, has_slopes=has_slopes, has_sinks=has_sinks
+    )
     assert max(problem.errors(route)) < FLOAT32_LIMIT
 
 
@@ -84,17 +109,35 @@ def test_a_chunk_of_new_queries_sees_a_long_cache(route):
     """As a prompt is read: new tokens split in zigzag, old ones in the runs that earlier chunks left."""
     new = CustomLayout.of([[(30, 4), (45, 3)], [(34, 4), (42, 3)], [(38, 4)]])
     cache = CustomLayout.of(
-        [[(0, 5), (25, 5), (30, 4), (45, 3)], [(5, 5), (20, 5), (34, 4), (42, 3)], [(10, 10), (38, 4)]]
+        [
+            [(0, 5), (25, 5), (30, 4), (45, 3)],
+            [(5, 5), (20, 5), (34, 4), (42, 3)],
+            [(10, 10), (38, 4)],
+        ]
     )
     for mask in (rs.causal(), rs.sliding_window(9), rs.sliding_window(40)):
-        assert max(Custom(new, cache, mask, has_sinks=True).errors(route)) < FLOAT32_LIMIT
+        assert (
+            max(Custom(new, cache, mask, has_sinks=True).errors(route)) < FLOAT32_LIMIT
+        )
 
 
 @pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:5", "pass-q"])
 def test_a_document_that_skips_ranks_comes_from_its_owner(route):
     """Of 5 ranks the first shares a document with the fourth; the second and the third share others with the first."""
-    layout = CustomLayout.of([[(0, 4), (8, 4), (20, 4)], [(4, 4), (16, 2)], [(12, 4), (18, 2)], [(24, 4)], [(28, 4)]])
+    layout = CustomLayout.of(
+        [
+            [(0, 4), (8, 4), (20, 4)],
+            [(4, 4), (16, 2)],
+            [(12, 4), (18, 2)],
+            [(24, 4)],
+            [(28, 4)],
+        ]
+    )
     mask = rs.documents([8, 8, 4, 8, 4])
-    hops = [hop for rank in range(5) for hop in make_schedule(layout, mask, rank, None, route).hops]
+    hops = [
+        hop
+        for rank in range(5)
+        for hop in make_schedule(layout, mask, rank, None, route).hops
+    ]
     assert any(send.ranges for hop in hops for send in hop.straight)
     assert max(Custom(layout, layout, mask).errors(route)) < FLOAT32_LIMIT

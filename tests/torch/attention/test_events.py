@@ -16,7 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, LAYOUT_NAMES
+from ringspan.core.names import (
+    COMM_DTYPE_NAMES,
+    GRADIENT_COMM_DTYPE_NAMES,
+    LAYOUT_NAMES,
+)
 from ringspan.core.schedule import events, steps
 from ringspan.core.schedule.kernel_launches import KernelLaunch, pieces, whole
 from ringspan.core.schedule.route import Route
@@ -37,7 +41,14 @@ from tests.torch.standins import installed
 
 SCORES = Scores(1.0)
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
-ROUTES = ("ring", "bidirectional", "double-ring:2", "double-ring:3", "all-gather", "pass-q")
+ROUTES = (
+    "ring",
+    "bidirectional",
+    "double-ring:2",
+    "double-ring:3",
+    "all-gather",
+    "pass-q",
+)
 
 
 class Alone:
@@ -55,10 +66,14 @@ class Alone:
             each.read().zero_()
         if not sends and not receives:
             return Transfer([], []), pending
-        sent, received = ([(peer, x.nbytes) for peer, x in each] for each in (sends, receives))
+        sent, received = (
+            [(peer, x.nbytes) for peer, x in each] for each in (sends, receives)
+        )
         self.log.append(("post", message, sent, received))
         waited = partial(self.log.append, ("wait", message))
-        return Transfer([], [buffer for _, buffer in sends], None, lambda: waited() and pending), pending
+        return Transfer(
+            [], [buffer for _, buffer in sends], None, lambda: waited() and pending
+        ), pending
 
 
 class Nothing:
@@ -97,11 +112,16 @@ class Recorded:
     def _call(self, name, launch, *arguments):
         before, first = sum(self._tracker._totals.values()), len(self._tracker.moments)
         results = getattr(self._kernel, name)(*arguments)
-        most = max((moment.total_bytes for moment in self._tracker.moments[first:]), default=before)
+        most = max(
+            (moment.total_bytes for moment in self._tracker.moments[first:]),
+            default=before,
+        )
         after = sum(self._tracker._totals.values())
         converts = results is not None and results[0].dtype == torch.bfloat16
         each = tuple(x.untyped_storage().nbytes() for x in results or ())
-        self._calls.append(Call(launch, max(most, after) - before, after - before, converts, each))
+        self._calls.append(
+            Call(launch, max(most, after) - before, after - before, converts, each)
+        )
         return results
 
 
@@ -147,10 +167,25 @@ class Replayed:
 
 def numbers(shape, tokens, key_tokens, dtype):
     """dout, q, k, v, out and lse, zeros."""
-    queries, keys = (shape.batch, shape.heads, tokens), (shape.batch, shape.kv_heads, key_tokens)
-    sizes = (*queries, shape.value_dim), (*queries, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.value_dim)
+    queries, keys = (
+        (shape.batch, shape.heads, tokens),
+        (shape.batch, shape.kv_heads, key_tokens),
+    )
+    sizes = (
+        (*queries, shape.value_dim),
+        (*queries, shape.head_dim),
+        (*keys, shape.head_dim),
+        (*keys, shape.value_dim),
+    )
     dout, q, k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
-    return dout, q, k, v, dout.clone(), torch.zeros(queries, dtype=accumulation_dtype(dtype))
+    return (
+        dout,
+        q,
+        k,
+        v,
+        dout.clone(),
+        torch.zeros(queries, dtype=accumulation_dtype(dtype)),
+    )
 
 
 def held(part, walk):
@@ -164,7 +199,14 @@ def held(part, walk):
                 now -= buffer.num_bytes
             case steps.Post(number, sends, receives):
                 log.append(
-                    ("post", number, *([(m.peer, m.buffer.num_bytes) for m in each] for each in (sends, receives)))
+                    (
+                        "post",
+                        number,
+                        *(
+                            [(m.peer, m.buffer.num_bytes) for m in each]
+                            for each in (sends, receives)
+                        ),
+                    )
                 )
             case steps.Wait(number):
                 log.append(("wait", number))
@@ -183,11 +225,16 @@ def held(part, walk):
 def both(part, loop, arguments, kernel, **options):
     """What a pass of one rank logs and holds at most beside its results: by the loop, and by the events."""
     tracker, exchange, calls = MemoryTracker(), Alone(), []
-    codes = {"comm_dtype": part.comm_dtype, "gradient_comm_dtype": part.gradient_comm_dtype}
+    codes = {
+        "comm_dtype": part.comm_dtype,
+        "gradient_comm_dtype": part.gradient_comm_dtype,
+    }
     spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
     mine = Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
     table = {
-        name: (RecordedInPlace if one.adds_in_place else RecordedReturning)(one, tracker, calls)
+        name: (RecordedInPlace if one.adds_in_place else RecordedReturning)(
+            one, tracker, calls
+        )
         for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
     }
     with torch.no_grad(), patch.dict(kernels.KERNELS, table):
@@ -203,7 +250,9 @@ def both(part, loop, arguments, kernel, **options):
         if loop is ring.backward:
             walk = events.backward
         if part.schedule.gathered is not None:
-            found = calls_of(part.schedule, serving, q[:, heads], is_backward=loop is ring.backward)
+            found = calls_of(
+                part.schedule, serving, q[:, heads], is_backward=loop is ring.backward
+            )
             choose = lambda tiles: found.calls[0][0]  # noqa: E731
         replayed = Replayed(calls, choose)
         counted = held(replace(part, kernel=replayed), walk)
@@ -212,9 +261,20 @@ def both(part, loop, arguments, kernel, **options):
 
 
 # Everything at once on every route; then what each of the kernels takes.
-_ALL = {"length": 61, "keys": None, "mask": rs.sliding_window(17), "layout": "zigzag", "ranks": 6, "batch": 2}
+_ALL = {
+    "length": 61,
+    "keys": None,
+    "mask": rs.sliding_window(17),
+    "layout": "zigzag",
+    "ranks": 6,
+    "batch": 2,
+}
 _ALL |= {"grouping": (8, 4, 2), "sizes": (8, 8), "shares": True, "in_place": True}
-_TYPES = {"dtype": torch.bfloat16, "comm_dtype": "int8", "gradient_comm_dtype": "bfloat16"}
+_TYPES = {
+    "dtype": torch.bfloat16,
+    "comm_dtype": "int8",
+    "gradient_comm_dtype": "bfloat16",
+}
 _EXACT = {"dtype": torch.float32, "comm_dtype": "exact", "gradient_comm_dtype": "exact"}
 
 
@@ -230,8 +290,19 @@ def each(name, values, **others):
 
 
 @each("route", ROUTES, kernel="cpu", rank=1, **_ALL | _TYPES)
-@each("kernel", ("auto", "eager", "triton", *OF_CUDA), route="bidirectional", rank=2, **_ALL | _EXACT)
-@example(route="ring", kernel="cpu", rank=1, **_ALL | _TYPES | {"layout": CustomLayout.of([[(0, 9)], []], length=9)})
+@each(
+    "kernel",
+    ("auto", "eager", "triton", *OF_CUDA),
+    route="bidirectional",
+    rank=2,
+    **_ALL | _EXACT,
+)
+@example(
+    route="ring",
+    kernel="cpu",
+    rank=1,
+    **_ALL | _TYPES | {"layout": CustomLayout.of([[(0, 9)], []], length=9)},
+)
 @example(  # what is held beside the queries that travel is the most only where there is little else
     length=2, keys=None, mask=rs.causal(), layout="zigzag", ranks=2, rank=0, route="pass-q", batch=1,
     grouping=(4, 2, 2), sizes=(8, 8), dtype=torch.bfloat16, comm_dtype="exact", gradient_comm_dtype="exact",
@@ -255,7 +326,9 @@ def each(name, values, **others):
     shares=st.booleans(),
     in_place=st.booleans(),
 )
-@examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@examples(
+    100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 def test_the_loop_sends_waits_and_holds_what_its_events_say(
     length, keys, mask, layout, ranks, rank, route, batch, grouping, sizes, dtype, comm_dtype, gradient_comm_dtype,
     kernel, shares, in_place,
@@ -264,27 +337,40 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
     heads, kv_heads, head_groups = grouping
     split = layout, layout
     if isinstance(layout, str):
-        split = rs.Layout(layout, length, ranks), rs.Layout(layout, keys or length, ranks)
+        split = (
+            rs.Layout(layout, length, ranks),
+            rs.Layout(layout, keys or length, ranks),
+        )
     ranks = split[0].ranks
     assume(rank < ranks and not ranks % (int(route[-1]) if ":" in route else 1))
-    assume(dtype == torch.float32 or kernel not in OF_CUDA)  # as their stand-ins compute
+    # as their stand-ins compute
+    assume(dtype == torch.float32 or kernel not in OF_CUDA)
     way, sums = Route.parse(route, ranks), accumulation_dtype(dtype)
     tokens, key_tokens = (one.tokens_of(rank) for one in split)
     shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize)
     part = steps.Part(
-        make_schedule(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
-        comm_dtype="exact" if way.passes_queries else comm_dtype, gradient_comm_dtype=gradient_comm_dtype,
+        make_schedule(split[0], mask, rank, split[1], way),
+        shape,
+        tokens,
+        key_tokens,
+        head_groups=head_groups,
+        comm_dtype="exact" if way.passes_queries else comm_dtype,
+        gradient_comm_dtype=gradient_comm_dtype,
         in_place=in_place,
-    )  # fmt: skip
+    )
     dout, q, k, v, out, lse = numbers(shape, tokens, key_tokens, dtype)
     rules = replace(rules_of(q.device), cuts_for_cores=not in_place)
     with installed() if kernel in OF_CUDA else nullcontext(), ruled_by(cpu=rules):
         real, counted = both(part, ring.forward, (q, k, v), kernel)
         assert counted == real
         schedule = make_schedule(split[0], mask, rank, split[1], way.backward)
-        back = replace(part, schedule=schedule, kv_itemsize=sums.itemsize if shares else None)
+        back = replace(
+            part, schedule=schedule, kv_itemsize=sums.itemsize if shares else None
+        )
         options = {"kv_dtype": sums if shares else None}
-        real, counted = both(back, ring.backward, (dout, q, k, v, out, lse), kernel, **options)
+        real, counted = both(
+            back, ring.backward, (dout, q, k, v, out, lse), kernel, **options
+        )
         assert counted == real
 
 
@@ -295,14 +381,22 @@ def test_a_plan_and_the_loop_take_the_same_kernel(layout, route, dtype):
     """One that returns what it makes of each piece, and one that adds up in place and needs nothing beside."""
     split, ranks, groups = rs.Layout(layout, 96, 4), 4, 2
     shape = Shape(2, 4, 2, 8, 8, dtype.itemsize)
-    dout, q, k, v, out, lse = numbers(shape, split.tokens_per_rank, split.tokens_per_rank, dtype)
+    dout, q, k, v, out, lse = numbers(
+        shape, split.tokens_per_rank, split.tokens_per_rank, dtype
+    )
     way = Route.parse(route, ranks)
     for loop, walk, arguments, there in (
         (ring.forward, events.forward, (q, k, v), way),
         (ring.backward, events.backward, (dout, q, k, v, out, lse), way.backward),
     ):
         tokens = split.tokens_per_rank
-        part = steps.Part(make_schedule(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
+        part = steps.Part(
+            make_schedule(split, rs.causal(), 3, None, there),
+            shape,
+            tokens,
+            tokens,
+            head_groups=groups,
+        )
         for name, kernel in (("cpu", Returning(part.group, pieces)), ("triton", None)):
             real, _ = both(part, loop, arguments, name)
             assert held(replace(part, kernel=kernel), walk) == real
@@ -316,7 +410,9 @@ class Copies(TorchDispatchMode):
         self.numbers = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.numbers += args[0].numel() if operator is torch.ops.aten.copy_.default else 0
+        self.numbers += (
+            args[0].numel() if operator is torch.ops.aten.copy_.default else 0
+        )
         return operator(*args, **kwargs or {})
 
 
@@ -331,7 +427,12 @@ def test_gathered_keys_are_copied_by_their_owner_alone(in_place):
     )
     assert schedule.gathered is not None
     rules = replace(rules_of(q.device), cuts_for_cores=not in_place)
-    with patch.dict(kernels.KERNELS, triton=Nothing()), ruled_by(cpu=rules), torch.no_grad(), Copies() as copies:
+    with (
+        patch.dict(kernels.KERNELS, triton=Nothing()),
+        ruled_by(cpu=rules),
+        torch.no_grad(),
+        Copies() as copies,
+    ):
         ring.forward(Ring(schedule, Alone(), SCORES, spec), q, k, v)
     own, there = (tokens * 2 * (8 + 8) for tokens in (24, schedule.gathered.num_keys))
     assert copies.numbers == own if in_place else copies.numbers > there

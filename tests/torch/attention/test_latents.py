@@ -44,11 +44,15 @@ def tensors_of(length, dtype):
 
 def dense(mask, tensors):
     """Return out, and the gradients of q, latents, the rotary part, the weight and the sinks."""
-    q, compressed, rotary, dout, weight, sinks = inputs = [x.double().requires_grad_() for x in tensors]
+    q, compressed, rotary, dout, weight, sinks = inputs = [
+        x.double().requires_grad_() for x in tensors
+    ]
     expanded = torch.einsum("bzkr,hdr->bhkd", compressed, weight)
     keys = torch.cat((expanded[..., :NOPE], rotary.expand(-1, HEADS, -1, -1)), -1)
     positions = np.arange(q.shape[2])
-    scores = (q @ keys.mT * SCALE).masked_fill(~torch.from_numpy(mask.dense(positions, positions)), -torch.inf)
+    scores = (q @ keys.mT * SCALE).masked_fill(
+        ~torch.from_numpy(mask.dense(positions, positions)), -torch.inf
+    )
     sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
     out = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ expanded[..., NOPE:]
     gradients = torch.autograd.grad(out, [x for x in inputs if x is not dout], dout)
@@ -58,9 +62,13 @@ def dense(mask, tensors):
 def test_what_does_not_apply_to_latents_raises():
     q, compressed, rotary, _, weight, _ = tensors_of(6, torch.float32)
     asked = Request(q=q, k=compressed, v=rotary, scale=SCALE)
-    with pytest.raises(rs.UnsupportedError, match="route 'pass-q' does not carry latents; expand keys"):
+    with pytest.raises(
+        rs.UnsupportedError, match="route 'pass-q' does not carry latents; expand keys"
+    ):
         latents.latent_attention(asked._replace(route="pass-q"), weight)
-    with pytest.raises(rs.UnsupportedError, match="slopes are not applied to keys that are expanded"):
+    with pytest.raises(
+        rs.UnsupportedError, match="slopes are not applied to keys that are expanded"
+    ):
         latents.latent_attention(asked._replace(slopes=torch.ones(HEADS)), weight)
 
 
@@ -69,15 +77,26 @@ def on_ring(layout, mask, route, tensors):
     *_, weight, sinks = tensors
     padding = padding_of(layout)
     spec = AttentionSpec(
-        scale=SCALE, mask=mask.spec, layout=layout.name, padding=padding, key_padding=padding, route=route
+        scale=SCALE,
+        mask=mask.spec,
+        layout=layout.name,
+        padding=padding,
+        key_padding=padding,
+        route=route,
     )
 
     def run(rank, exchange):
         q, compressed, rotary, dout = (part(x, layout, rank) for x in tensors[:4])
-        compressed = compressed.nan_to_num(1e3)  # of padding, by which a gradient of 0 is multiplied
-        own, expansion = Block.whole(compressed, rotary), latents.Expansion(q, rotary, weight)
+        # of padding, by which a gradient of 0 is multiplied
+        compressed = compressed.nan_to_num(1e3)
+        own, expansion = (
+            Block.whole(compressed, rotary),
+            latents.Expansion(q, rotary, weight),
+        )
         k, _ = expansion.like(q, compressed)
-        ring, _ = assemble(rank, layout.ranks, exchange, q, k, None, spec, is_backward=False)
+        ring, _ = assemble(
+            rank, layout.ranks, exchange, q, k, None, spec, is_backward=False
+        )
         if rank not in made:
             return latents.forward(ring, q, own, expansion, sinks)
         out, lse = made[rank]
@@ -89,7 +108,9 @@ def on_ring(layout, mask, route, tensors):
     made = dict(enumerate(results))
     *local, dweight, dsinks = zip(*on_ranks(layout.ranks, run)[0], strict=True)
     sums = [torch.stack(each).double().sum(0).numpy() for each in (dweight, dsinks)]
-    return [*(gathered([*each], layout) for each in local), *sums], sum(box.sent_bytes for box in mailboxes)
+    return [*(gathered([*each], layout) for each in local), *sums], sum(
+        box.sent_bytes for box in mailboxes
+    )
 
 
 @given(layouts, masks, st.sampled_from(ROUTES))
@@ -102,10 +123,14 @@ def test_any_layout_mask_and_route_equals_expanded_keys(layout, mask, route):
     for x, truth in zip(found, dense(mask, tensors), strict=True):
         assert np.abs(x - truth).max() <= 1e-12 * max(1, np.abs(truth).max())
     travels = Shape(BATCH, 1, 1, RANK, ROTARY, 8)
-    assert sent == sent_bytes(layout, layout, mask, route, travels, range(layout.ranks)), "latents, once for all heads"
+    assert sent == sent_bytes(
+        layout, layout, mask, route, travels, range(layout.ranks)
+    ), "latents, once for all heads"
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)]
+)
 def test_other_dtypes_sum_in_float32(dtype, limit):
     tensors, layout = tensors_of(96, dtype), rs.Layout("zigzag", 96, 4)
     found, _ = on_ring(layout, rs.causal(), "ring", tensors)

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ringspan as rs
 from ringspan.torch.attention.spec import AttentionSpec
@@ -19,7 +23,10 @@ from tests.torch.models import relative
 
 def tensors(length, *, heads=4, groups=2, size=16, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(length)
-    return [torch.randn(batch, n, length, size, generator=generator).to(dtype) for n in (heads, groups, groups, heads)]
+    return [
+        torch.randn(batch, n, length, size, generator=generator).to(dtype)
+        for n in (heads, groups, groups, heads)
+    ]
 
 
 def attend_on_ring(mesh, layout, length, mask="causal", route="ring"):
@@ -27,7 +34,9 @@ def attend_on_ring(mesh, layout, length, mask="causal", route="ring"):
     group = mesh["ring"].get_group()
     if isinstance(layout, str):
         layout = rs.Layout(layout, length, dist.get_world_size(group))
-    *inputs, dout = (rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(length))
+    *inputs, dout = (
+        rs.shard(x, layout, dist.get_rank(group), 2) for x in tensors(length)
+    )
     local = [x.requires_grad_() for x in inputs]
     out = rs.ring_attention(*local, mask=mask, layout=layout, group=group, route=route)
     gradients = torch.autograd.grad(out, local, dout)
@@ -49,9 +58,21 @@ def balanced(ranks):
         (3, "striped", 45, rs.causal(), "ring"),
         (4, "zigzag", 45, rs.causal(), "ring"),
         (4, "contiguous", 61, rs.sliding_window(7), "ring"),
-        *product([4], ["zigzag"], [61], [rs.causal()], ["bidirectional", "double-ring:2", "ulysses", "ulysses:2"]),
+        *product(
+            [4],
+            ["zigzag"],
+            [61],
+            [rs.causal()],
+            ["bidirectional", "double-ring:2", "ulysses", "ulysses:2"],
+        ),
         (2, balanced(2), sum(DOCUMENTS), rs.documents(DOCUMENTS, window=19), "ring"),
-        (3, balanced(3), sum(DOCUMENTS), rs.documents(DOCUMENTS, window=19), "all-gather"),
+        (
+            3,
+            balanced(3),
+            sum(DOCUMENTS),
+            rs.documents(DOCUMENTS, window=19),
+            "all-gather",
+        ),
         (3, balanced(3), sum(DOCUMENTS), rs.documents(DOCUMENTS, window=19), "pass-q"),
     ],
 )
@@ -75,11 +96,17 @@ def uneven(mesh, layout, is_first):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
-    ("layout", "tokens"), [(rs.balanced(rs.documents([9, 7]), length=16, ranks=2), 7), ("zigzag", 5)], ids=str
+    ("layout", "tokens"),
+    [(rs.balanced(rs.documents([9, 7]), length=16, ranks=2), 7), ("zigzag", 5)],
+    ids=str,
 )
-def test_tensors_that_do_not_fit_on_one_rank_raise_on_all(pool, layout, tokens, is_first):
+def test_tensors_that_do_not_fit_on_one_rank_raise_on_all(
+    pool, layout, tokens, is_first
+):
     for outcome in pool.outcomes(uneven, 2, layout, is_first):
-        assert isinstance(outcome, rs.PeerMismatch) and "different layout: rank 0: " in str(outcome)
+        assert isinstance(
+            outcome, rs.PeerMismatch
+        ) and "different layout: rank 0: " in str(outcome)
         assert f"{tokens} local tokens, but" in str(outcome)
     assert len(pool.run(attend_on_ring, 2, "zigzag", 12)) == 2  # they all go on
 
@@ -92,7 +119,9 @@ def unequal_shares(mesh):
 
 def test_a_layout_of_unequal_shares_is_refused_on_all_ranks(pool):
     for outcome in pool.outcomes(unequal_shares, 2):
-        assert isinstance(outcome, rs.LayoutError) and "hold 3 to 5 tokens" in str(outcome)
+        assert isinstance(outcome, rs.LayoutError) and "hold 3 to 5 tokens" in str(
+            outcome
+        )
 
 
 def few_queries(mesh, name, queries, keys, route):
@@ -101,14 +130,22 @@ def few_queries(mesh, name, queries, keys, route):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     ours, theirs = rs.Layout(name, queries, ranks), rs.Layout(name, keys, ranks)
     (q, _, _, dout), (_, k, v, _) = tensors(queries), tensors(keys)
-    local = [rs.shard(q, ours, rank, 2), *(rs.shard(x, theirs, rank, 2) for x in (k, v))]
+    local = [
+        rs.shard(q, ours, rank, 2),
+        *(rs.shard(x, theirs, rank, 2) for x in (k, v)),
+    ]
     local = [x.requires_grad_() for x in local]
     before = COUNTERS.sent_bytes
-    out = rs.ring_attention(*local, mask=rs.full(), layout=ours, key_layout=theirs, group=group, route=route)
+    out = rs.ring_attention(
+        *local, mask=rs.full(), layout=ours, key_layout=theirs, group=group, route=route
+    )
     sent = COUNTERS.sent_bytes - before
     gradients = torch.autograd.grad(out, local, rs.shard(dout, ours, rank, 2))
     splits = ours, ours, theirs, theirs
-    return [rs.unshard(x, split, group, 2) for x, split in zip((out, *gradients), splits, strict=True)], sent
+    return [
+        rs.unshard(x, split, group, 2)
+        for x, split in zip((out, *gradients), splits, strict=True)
+    ], sent
 
 
 def test_few_queries_travel_to_many_keys_of_their_own_accord(pool):
@@ -129,15 +166,26 @@ def test_few_queries_travel_to_many_keys_of_their_own_accord(pool):
 def test_autocast_casts_what_it_casts_for_sdpa(dtype):
     q, k, v, _ = (x.requires_grad_() for x in tensors(12, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        values = v if dtype == torch.float64 else v.bfloat16()  # as a projection leaves them, and not the rotation
+        # as a projection leaves them, and not the rotation
+        values = v if dtype == torch.float64 else v.bfloat16()
         out = rs.ring_attention(q, k, values)
-        expected = scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=True)
-    assert out.dtype == expected.dtype == (dtype if dtype == torch.float64 else torch.bfloat16)
+        expected = scaled_dot_product_attention(
+            q, k, values, is_causal=True, enable_gqa=True
+        )
+    assert (
+        out.dtype
+        == expected.dtype
+        == (dtype if dtype == torch.float64 else torch.bfloat16)
+    )
     assert relative(out, expected) < 5e-3
     assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("scores", [{}, {"softcap": 5.0}, {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [{}, {"softcap": 5.0}, {"slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}],
+    ids=str,
+)
 def test_autocast_leaves_the_sums_of_the_kernels_alone(scores):
     """In its region a product of float32 scores would be one of bfloat16, in backward too when it is called there."""
     q, k, v, dout = (x.bfloat16().requires_grad_() for x in tensors(12))
@@ -151,13 +199,19 @@ def test_autocast_leaves_the_sums_of_the_kernels_alone(scores):
 
 # What is named; what the tensors and the options of one rank are otherwise.
 OTHER = [
-    *(("mask", {}, {"mask": other}) for other in ("full", "window:5", "documents:10,14")),
+    *(
+        ("mask", {}, {"mask": other})
+        for other in ("full", "window:5", "documents:10,14")
+    ),
     ("layout", {}, {"layout": rs.balanced(rs.documents([17, 7]), length=24, ranks=3)}),
     ("route", {}, {"route": "all-gather"}),
     ("comm_dtype", {}, {"comm_dtype": "int8"}),
     ("scores", {}, {"softcap": 3.0}),
     ("sinks", {}, {"sinks": torch.zeros(4)}),
-    *(("queries", other, {}) for other in ({"length": 12}, {"batch": 1}, {"heads": 2}, {"size": 8})),
+    *(
+        ("queries", other, {})
+        for other in ({"length": 12}, {"batch": 1}, {"heads": 2}, {"size": 8})
+    ),
     ("keys", {"groups": 4}, {}),
     ("dtype", {"dtype": torch.bfloat16}, {}),
 ]
@@ -166,12 +220,24 @@ OTHER = [
 def unequal(mesh, what, of_tensors, of_options):
     is_odd = mesh["ring"].get_local_rank() == 1
     q, k, v, _ = tensors(**{"length": 8} | (of_tensors if is_odd else {}))
-    options = {"layout": rs.balanced(rs.documents([7, 17]), length=24, ranks=3)} if what == "layout" else {}
-    rs.ring_attention(q, k, v, group=mesh["ring"], **options | {"route": "ring"} | (of_options if is_odd else {}))
+    options = (
+        {"layout": rs.balanced(rs.documents([7, 17]), length=24, ranks=3)}
+        if what == "layout"
+        else {}
+    )
+    rs.ring_attention(
+        q,
+        k,
+        v,
+        group=mesh["ring"],
+        **options | {"route": "ring"} | (of_options if is_odd else {}),
+    )
 
 
 @pytest.mark.parametrize(("what", "of_tensors", "of_options"), OTHER)
-def test_unequal_arguments_raise_on_every_rank_first(pool, what, of_tensors, of_options):
+def test_unequal_arguments_raise_on_every_rank_first(
+    pool, what, of_tensors, of_options
+):
     for outcome in pool.outcomes(unequal, 3, what, of_tensors, of_options):
         assert isinstance(outcome, rs.PeerMismatch)
         assert what in str(outcome) and "rank 1" in str(outcome)
@@ -209,7 +275,10 @@ def two_groups(mesh):
     """A ring over all ranks and rings over halves, interleaved in one process."""
     everyone, halves = mesh["ring"].get_group(), mesh["replicate"].get_group()
     q, k, v, _ = tensors(8)
-    first = [rs.ring_attention(q, k, v, group=group) for group in (everyone, halves, everyone, halves)]
+    first = [
+        rs.ring_attention(q, k, v, group=group)
+        for group in (everyone, halves, everyone, halves)
+    ]
     return bool(torch.equal(first[0], first[2]) and torch.equal(first[1], first[3]))
 
 
@@ -234,7 +303,10 @@ def test_a_gradient_through_the_log_sum_exp_is_refused():
 
 def test_it_runs_under_fake_tensors_without_a_peer():
     with FakeTensorMode():
-        q, k, v = (torch.empty(1, heads, 1 << 20, 64, requires_grad=True) for heads in (8, 2, 2))
+        q, k, v = (
+            torch.empty(1, heads, 1 << 20, 64, requires_grad=True)
+            for heads in (8, 2, 2)
+        )
         layout = rs.Layout("zigzag", 1 << 20, 1)
         out = rs.ring_attention(q, k, v, layout=layout)
         out.sum().backward()
@@ -247,7 +319,9 @@ def test_checkpointing_can_keep_its_result(monkeypatch):
 
     calls = []
     forward = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o))
+    monkeypatch.setattr(
+        attention, "forward", lambda *a, **o: calls.append(1) or forward(*a, **o)
+    )
 
     def keep(ctx, operator, *args, **kwargs):
         if operator == torch.ops.ringspan.ring_attention.default:
@@ -258,11 +332,18 @@ def test_checkpointing_can_keep_its_result(monkeypatch):
         calls.clear()
         q, k, v, _ = (x.requires_grad_() for x in tensors(16))
         out = checkpoint(
-            lambda q, k, v: rs.ring_attention(q.sin(), k, v).cos(), q, k, v, use_reentrant=False, **options
+            lambda q, k, v: rs.ring_attention(q.sin(), k, v).cos(),
+            q,
+            k,
+            v,
+            use_reentrant=False,
+            **options,
         )
         return torch.autograd.grad(out.sum(), (q, k, v)), len(calls)
 
-    kept, runs = gradients(context_fn=partial(create_selective_checkpoint_contexts, keep))
+    kept, runs = gradients(
+        context_fn=partial(create_selective_checkpoint_contexts, keep)
+    )
     again, runs_without = gradients()
     assert (runs, runs_without) == (1, 2)
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))

@@ -14,9 +14,14 @@ LENGTH = 24
 def inputs(layout):
     """Each rank's q, k, v and dout, and its positions, alike on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, 3, LENGTH, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
+    whole = [
+        torch.randn(1, 3, LENGTH, 8, generator=generator, dtype=torch.float64)
+        for _ in range(4)
+    ]
     positions = [layout.positions(rank) for rank in range(layout.ranks)]
-    return [[x[:, :, torch.from_numpy(mine)] for mine in positions] for x in whole], positions
+    return [
+        [x[:, :, torch.from_numpy(mine)] for mine in positions] for x in whole
+    ], positions
 
 
 def by_operator(mesh, name):

@@ -27,7 +27,9 @@ from tests.fuzz import examples
 from tests.torch.views import VECTORS, VIEWS, numbers_for
 from tests.torch.virtual import on_ranks
 
-FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
+FLOAT32_LIMIT = (
+    3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +47,12 @@ def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
 
     Rounding is proportional to the terms: the dq of a row with one key is the difference of two equal numbers.
     """
-    size = max(np.linalg.norm(expected), np.linalg.norm(terms) / 10, np.finfo(float).tiny)
+    size = max(
+        np.linalg.norm(expected), np.linalg.norm(terms) / 10, np.finfo(float).tiny
+    )
     error = np.linalg.norm(x - expected) / size
-    return float("inf") if np.isnan(error) else float(error)  # NaN is below every limit where it is not the first
+    # NaN is below every limit where it is not the first
+    return float("inf") if np.isnan(error) else float(error)
 
 
 def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sinks=None):
@@ -56,22 +61,30 @@ def cancelling_terms(dout, q, k, v, allowed, scale, softcap=0.0, bias=None, sink
     Of a score's gradient these are two sums of products. In a row of one key they are equal, and may both happen to be
     small: half of what such sums usually are counts there, for their rounding is as usual and nothing else is left.
     """
-    out, lse = reference.attention(q, k, v, allowed, scale, softcap=softcap, bias=bias, sinks=sinks)
+    out, lse = reference.attention(
+        q, k, v, allowed, scale, softcap=softcap, bias=bias, sinks=sinks
+    )
     heads = q.shape[1] // k.shape[1]
     k_heads, v_heads = np.repeat(k, heads, 1), np.repeat(v, heads, 1)
     base = np.where(np.isneginf(lse), 0.0, lse)[..., None]
     scores = scale * (q @ k_heads.swapaxes(-1, -2))
-    scores = (softcap * np.tanh(scores / softcap) if softcap else scores) + (0.0 if bias is None else bias)
+    scores = (softcap * np.tanh(scores / softcap) if softcap else scores) + (
+        0.0 if bias is None else bias
+    )
     p = np.exp(np.where(allowed, scores, -np.inf) - base)
     values = v_heads.swapaxes(-1, -2)
     two_sums = np.abs(dout @ values) + np.abs((dout * out).sum(-1, keepdims=True))
-    usual = np.sqrt(dout**2 @ values**2) + np.sqrt(((dout * out) ** 2).sum(-1, keepdims=True))
+    usual = np.sqrt(dout**2 @ values**2) + np.sqrt(
+        ((dout * out) ** 2).sum(-1, keepdims=True)
+    )
     has_one_key = allowed.sum(-1, keepdims=True) == 1
     ds = scale * p * np.where(has_one_key, np.maximum(two_sums, usual / 2), two_sums)
     summed = [(ds.swapaxes(-1, -2) @ np.abs(q)), (p.swapaxes(-1, -2) @ np.abs(dout))]
     summed = [x.reshape(*k.shape[:2], heads, *x.shape[2:]).sum(2) for x in summed]
     if sinks is not None:
-        summed.append((np.exp(sinks[:, None, None] - base) * np.abs(dout * out)).sum((0, 2, 3)))
+        summed.append(
+            (np.exp(sinks[:, None, None] - base) * np.abs(dout * out)).sum((0, 2, 3))
+        )
     return [out, ds @ np.abs(k_heads), *summed]
 
 
@@ -79,10 +92,26 @@ class Problem:
     """Random tensors for one sequence, its dense truth, and what a virtual ring makes of it."""
 
     def __init__(
-        self, length, mask, *, batch=1, heads=2, groups=2, size=16, value_size=None, dtype=torch.float32, keys=None,
-        scale=None, softcap=0.0, has_slopes=False, has_sinks=False, is_uneven=False, views=("contiguous",) * 4,
-        vectors=("contiguous",) * 2, device="cpu",
-    ):  # fmt: skip
+        self,
+        length,
+        mask,
+        *,
+        batch=1,
+        heads=2,
+        groups=2,
+        size=16,
+        value_size=None,
+        dtype=torch.float32,
+        keys=None,
+        scale=None,
+        softcap=0.0,
+        has_slopes=False,
+        has_sinks=False,
+        is_uneven=False,
+        views=("contiguous",) * 4,
+        vectors=("contiguous",) * 2,
+        device="cpu",
+    ):
         """``views`` are how q, k, v and dout lie in memory, ``vectors`` how slopes and sinks do."""
         self.length, self.mask, self.keys = length, mask, keys or length
         self.scale = size**-0.5 if scale is None else scale
@@ -103,31 +132,50 @@ class Problem:
         if is_uneven:  # the last sequence has much larger values
             self.v[-1] *= 50
         self.slopes = torch.rand(heads, generator=generator) / 4 if has_slopes else None
-        self.sinks = torch.randn(heads, generator=generator).to(dtype) if has_sinks else None
-        if has_sinks and heads > 1:
-            self.sinks[-1] = -torch.inf  # takes nothing, and leaves rows without keys empty
-        self.slopes, self.sinks = (
-            None if x is None else VECTORS[name](x) for name, x in zip(vectors, (self.slopes, self.sinks), strict=True)
+        self.sinks = (
+            torch.randn(heads, generator=generator).to(dtype) if has_sinks else None
         )
-        q, k, v, dout = (x.double().numpy() for x in (self.q, self.k, self.v, self.dout))
+        if has_sinks and heads > 1:
+            self.sinks[
+                -1
+            ] = -torch.inf  # takes nothing, and leaves rows without keys empty
+        self.slopes, self.sinks = (
+            None if x is None else VECTORS[name](x)
+            for name, x in zip(vectors, (self.slopes, self.sinks), strict=True)
+        )
+        q, k, v, dout = (
+            x.double().numpy() for x in (self.q, self.k, self.v, self.dout)
+        )
         query_positions, key_positions = np.arange(length), np.arange(self.keys)
         allowed = mask.dense(query_positions, key_positions)
         distance = np.abs(query_positions[:, None] - key_positions)
         extra = {
             "softcap": softcap,
-            "bias": None if self.slopes is None else -self.slopes.double().numpy()[:, None, None] * distance,
+            "bias": None
+            if self.slopes is None
+            else -self.slopes.double().numpy()[:, None, None] * distance,
             "sinks": None if self.sinks is None else self.sinks.double().numpy(),
         }
         self.out, self.lse = reference.attention(q, k, v, allowed, self.scale, **extra)
         self.gradients = reference.backward(dout, q, k, v, allowed, self.scale, **extra)
         self.terms = cancelling_terms(dout, q, k, v, allowed, self.scale, **extra)
         if has_sinks:
-            self.dsinks = reference.sink_gradient(dout, self.out, self.lse, extra["sinks"])
+            self.dsinks = reference.sink_gradient(
+                dout, self.out, self.lse, extra["sinks"]
+            )
         for name in ("q", "k", "v", "dout", "slopes", "sinks"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(device))
 
-    def on_ring(self, name, ranks, route="ring", comm_dtype="exact", gradient_comm_dtype="exact", kernel="auto"):
+    def on_ring(
+        self,
+        name,
+        ranks,
+        route="ring",
+        comm_dtype="exact",
+        gradient_comm_dtype="exact",
+        kernel="auto",
+    ):
         """out, lse, dq, dk, dv in order, and the exchanges of forward and backward."""
         layout = rs.Layout(name, self.length, ranks)
         keys = rs.Layout(name, self.keys, ranks) if self.is_cross else layout
@@ -145,8 +193,15 @@ class Problem:
         )
 
         def passed(rank, exchange, q, k, is_backward):
-            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=is_backward)
-            return partial((ulysses or ring).backward if is_backward else (ulysses or ring).forward, mine)
+            mine, ulysses = assemble(
+                rank, ranks, exchange, q, k, self.slopes, spec, is_backward=is_backward
+            )
+            return partial(
+                (ulysses or ring).backward
+                if is_backward
+                else (ulysses or ring).forward,
+                mine,
+            )
 
         return self.passes(layout, keys, passed)
 
@@ -154,8 +209,16 @@ class Problem:
         """Run ``on_ring``'s steps; ``passed`` gives a rank its pass over the exchange."""
 
         def local(rank):
-            wholes = (self.q, layout), (self.k, keys), (self.v, keys), (self.dout, layout)
-            return [view(part(x, split, rank)) for view, (x, split) in zip(self.views, wholes, strict=True)]
+            wholes = (
+                (self.q, layout),
+                (self.k, keys),
+                (self.v, keys),
+                (self.dout, layout),
+            )
+            return [
+                view(part(x, split, rank))
+                for view, (x, split) in zip(self.views, wholes, strict=True)
+            ]
 
         def forward(rank, exchange):
             q, k, v, _ = local(rank)
@@ -165,12 +228,22 @@ class Problem:
 
         def backward(rank, exchange):
             q, k, v, dout = local(rank)
-            gradients = passed(rank, exchange, q, k, True)(dout, q, k, v, *partials[rank])
-            return *gradients, None if self.sinks is None else sink_gradient(dout, *partials[rank], self.sinks)
+            gradients = passed(rank, exchange, q, k, True)(
+                dout, q, k, v, *partials[rank]
+            )
+            return *gradients, None if self.sinks is None else sink_gradient(
+                dout, *partials[rank], self.sinks
+            )
 
         gradients, sent_back = on_ranks(layout.ranks, backward)
-        whole = [gathered([p[i] for p in partials], layout, empty) for i, empty in ((0, 0.0), (1, -np.inf))]
-        whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
+        whole = [
+            gathered([p[i] for p in partials], layout, empty)
+            for i, empty in ((0, 0.0), (1, -np.inf))
+        ]
+        whole += [
+            gathered([g[i] for g in gradients], layout if i == 0 else keys)
+            for i in range(3)
+        ]
         if self.sinks is not None:
             whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
         return whole, sent, sent_back
@@ -183,7 +256,11 @@ class Problem:
         assert (out[~seen] == 0).all()
         atol = 1e-5 if self.dtype == torch.float32 and not options else 2e-1
         np.testing.assert_allclose(lse[seen], self.lse[seen], rtol=0, atol=atol)
-        expected = self.out, *self.gradients, *(() if self.sinks is None else (self.dsinks,))
+        expected = (
+            self.out,
+            *self.gradients,
+            *(() if self.sinks is None else (self.dsinks,)),
+        )
         return list(map(relative, (out, *gradients), expected, self.terms))
 
 
@@ -191,14 +268,18 @@ def part(x: Tensor, layout: rs.Layout, rank: int) -> Tensor:
     """A rank's tokens of a sequence, NaN where the layout holds more than there are."""
     positions = layout.positions(rank)
     behind = max(0, int(positions.max(initial=-1)) + 1 - x.shape[2])
-    return torch.nn.functional.pad(x, (0, 0, 0, behind), value=torch.nan)[:, :, positions]
+    return torch.nn.functional.pad(x, (0, 0, 0, behind), value=torch.nan)[
+        :, :, positions
+    ]
 
 
 def gathered(parts: list[Tensor], layout: rs.Layout, empty: float = 0.0) -> np.ndarray:
     """The sequence of which ranks have these parts, ``empty`` where none holds it."""
     order = np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])
     held = torch.cat(parts, 2).double().cpu().numpy()
-    whole = np.full((*held.shape[:2], max(order.max() + 1, layout.length), *held.shape[3:]), empty)
+    whole = np.full(
+        (*held.shape[:2], max(order.max() + 1, layout.length), *held.shape[3:]), empty
+    )
     whole[:, :, order] = held
     return whole[:, :, : layout.length]
 
@@ -236,33 +317,79 @@ def fits(route, ranks, heads, groups):
 
 
 @pytest.mark.parametrize(
-    ("mask", "worth"), [(rs.causal(), 1200), (rs.documents([40, *[2] * 12]), 1000)], ids=["causal", "documents"]
+    ("mask", "worth"),
+    [(rs.causal(), 1200), (rs.documents([40, *[2] * 12]), 1000)],
+    ids=["causal", "documents"],
 )
-def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, monkeypatch):
+def test_ranks_with_different_work_take_the_same_groups_of_heads(
+    mask, worth, monkeypatch
+):
     """Their messages are numbered by group. The first rank has one tile, the last one larger or many small ones."""
     monkeypatch.setattr(workspace, "WORTH_A_CALL_ON_CPU", worth)
-    assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
+    assert (
+        max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2))
+        < FLOAT32_LIMIT
+    )
 
 
 def shape(grouping, sizes=(8, 8), batch=1):
-    return {"heads": grouping[0], "groups": grouping[1], "size": sizes[0], "value_size": sizes[1], "batch": batch}
+    return {
+        "heads": grouping[0],
+        "groups": grouping[1],
+        "size": sizes[0],
+        "value_size": sizes[1],
+        "batch": batch,
+    }
 
 
 def shapes(groupings, sizes):
-    return st.builds(shape, st.sampled_from(groupings), st.sampled_from(sizes), st.integers(1, 2))
+    return st.builds(
+        shape, st.sampled_from(groupings), st.sampled_from(sizes), st.integers(1, 2)
+    )
 
 
 # First a window, which has tiles of every kind, and everything that scores can have: most bugs show there. Then one row
 # of one key, whose dout . v is 45 times less than its terms; rows without keys; and rows between others of which two
 # ranks send their owner nothing.
-_EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "shape": shape((4, 2), batch=2)}
+_EXAMPLE = {
+    "length": 61,
+    "layout": "zigzag",
+    "ranks": 3,
+    "route": "ring",
+    "shape": shape((4, 2), batch=2),
+}
 _LONG = _EXAMPLE | {"shape": shape((4, 2), (12, 8), 2)}
-_ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "shape": shape((1, 1), (12, 8))}
+_ONE = {
+    "length": 44,
+    "layout": "contiguous",
+    "ranks": 1,
+    "route": "ring",
+    "shape": shape((1, 1), (12, 8)),
+}
 _EMPTY = {"length": 32, "layout": "contiguous", "ranks": 4, "shape": shape((2, 2))}
 _LIES = {"views": ("contiguous",) * 4, "vectors": ("contiguous",) * 2}
-_PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False, "in_place": True} | _LIES
-_ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True, "in_place": True} | _LIES
-_MANY_VIEWS = {"views": ("tokens last", "expanded tokens", "fused, numbers interleaved", "expanded scalar")}
+_PLAIN = {
+    "scale": None,
+    "softcap": 0.0,
+    "has_slopes": False,
+    "has_sinks": False,
+    "in_place": True,
+} | _LIES
+_ALL = {
+    "scale": -0.4,
+    "softcap": 2.0,
+    "has_slopes": True,
+    "has_sinks": True,
+    "in_place": True,
+} | _LIES
+_MANY_VIEWS = {
+    "views": (
+        "tokens last",
+        "expanded tokens",
+        "fused, numbers interleaved",
+        "expanded scalar",
+    )
+}
 views = st.tuples(*[st.just("contiguous") | st.sampled_from(list(VIEWS))] * 4)
 vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
 
@@ -270,10 +397,19 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
 @example(mask=rs.sliding_window(17), **_EXAMPLE, **_PLAIN)
 @example(mask=rs.causal(), **_LONG, **_ALL)
 @example(mask=rs.causal(), **_LONG | {"route": "all-gather"}, **_ALL)
-@example(mask=rs.causal(), **_EXAMPLE | {"length": 2, "ranks": 2, "layout": "striped", "route": "all-gather"}, **_PLAIN)
+@example(
+    mask=rs.causal(),
+    **_EXAMPLE | {"length": 2, "ranks": 2, "layout": "striped", "route": "all-gather"},
+    **_PLAIN,
+)
 @example(mask=rs.documents([1]), **_ONE, **_PLAIN)
 @example(mask=rs.documents([3]), route="ring", **_EMPTY, **_PLAIN | {"has_sinks": True})
-@example(mask=rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,"), route="pass-q", **_EMPTY, **_PLAIN)
+@example(
+    mask=rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,"),
+    route="pass-q",
+    **_EMPTY,
+    **_PLAIN,
+)
 @example(mask=rs.causal(), **_EXAMPLE, **_PLAIN | {"scale": -0.4})
 @example(mask=rs.sliding_window(17), **_EXAMPLE, **_PLAIN | _MANY_VIEWS)
 @given(
@@ -291,27 +427,55 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
     vectors=vectors,
     in_place=st.booleans(),
 )
-@examples(120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_any_mask_on_any_layout(length, mask, layout, ranks, route, shape, in_place, **options):
+@examples(
+    120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+def test_any_mask_on_any_layout(
+    length, mask, layout, ranks, route, shape, in_place, **options
+):
     """``in_place``: gathered keys arrive where they are used, as on GPUs."""
     assume(fits(route, ranks, shape["heads"], shape["groups"]))
-    with ruled_by(cpu=replace(rules_of(torch.device("cpu")), cuts_for_cores=not in_place)):
-        assert max(Problem(length, mask, **shape, **options).errors(layout, ranks, route)) < FLOAT32_LIMIT
+    with ruled_by(
+        cpu=replace(rules_of(torch.device("cpu")), cuts_for_cores=not in_place)
+    ):
+        assert (
+            max(Problem(length, mask, **shape, **options).errors(layout, ranks, route))
+            < FLOAT32_LIMIT
+        )
 
 
-@pytest.mark.parametrize(("view", "kernel"), zip(VIEWS, cycle(["auto", "cpu", "eager"])))
+@pytest.mark.parametrize(
+    ("view", "kernel"), zip(VIEWS, cycle(["auto", "cpu", "eager"]))
+)
 def test_every_kernel_computes_every_view(view, kernel):
     """A window has tiles of every kind; the value heads are smaller, so that they are filled up."""
-    problem = Problem(40, rs.sliding_window(9), batch=2, heads=4, groups=2, size=8, value_size=5, views=[view] * 4)
+    problem = Problem(
+        40,
+        rs.sliding_window(9),
+        batch=2,
+        heads=4,
+        groups=2,
+        size=8,
+        value_size=5,
+        views=[view] * 4,
+    )
     for ranks in (1, 2):
         assert max(problem.errors("contiguous", ranks, kernel=kernel)) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize(
-    ("ranks", "route", "layout"), [(4, "ulysses", "zigzag"), (8, "ulysses:4", "striped"), (8, "ulysses", "contiguous")]
+    ("ranks", "route", "layout"),
+    [
+        (4, "ulysses", "zigzag"),
+        (8, "ulysses:4", "striped"),
+        (8, "ulysses", "contiguous"),
+    ],
 )
 def test_members_share_key_value_heads_when_these_are_few(ranks, route, layout):
-    assert max(Problem(75, rs.causal(), heads=8, groups=2).errors(layout, ranks, route)) < FLOAT32_LIMIT
+    assert (
+        max(Problem(75, rs.causal(), heads=8, groups=2).errors(layout, ranks, route))
+        < FLOAT32_LIMIT
+    )
 
 
 @given(
@@ -345,10 +509,17 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(layout, route):
     ],
 )
 def test_bfloat16_is_as_good_as_on_one_device(layout, route, kernel):
-    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
+    problem = Problem(
+        256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16
+    )
     inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    alone = [x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, inputs, problem.dout))]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, is_causal=True, enable_gqa=True
+    )
+    alone = [
+        x.detach().double().numpy()
+        for x in (out, *torch.autograd.grad(out, inputs, problem.dout))
+    ]
     limits = map(relative, alone, (problem.out, *problem.gradients), problem.terms)
     rings = (2, 4, 8, 16) if route == "ring" else (4,)
     found = [problem.errors(layout, ranks, route, kernel=kernel) for ranks in rings]
@@ -360,25 +531,44 @@ def test_float64_stays_float64():
     assert max(Problem(60, rs.causal(), dtype=torch.float64).errors("zigzag", 3)) < 1e-7
 
 
-@pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
+@pytest.mark.parametrize(
+    ("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)]
+)
 def test_a_coded_block_has_one_error_on_any_number_of_ranks(comm_dtype, limit):
-    problem = Problem(256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True)
+    problem = Problem(
+        256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True
+    )
     routes = ("ring", 2), ("ring", 4), ("ring", 8), ("all-gather", 4)
-    errors = [max(problem.errors("zigzag", ranks, route, comm_dtype=comm_dtype)) for route, ranks in routes]
+    errors = [
+        max(problem.errors("zigzag", ranks, route, comm_dtype=comm_dtype))
+        for route, ranks in routes
+    ]
     assert limit / 10 < min(errors) and max(errors) < limit
-    exact, coded = (problem.on_ring("zigzag", 4, comm_dtype=w)[1][0].sent_bytes for w in ("exact", comm_dtype))
+    exact, coded = (
+        problem.on_ring("zigzag", 4, comm_dtype=w)[1][0].sent_bytes
+        for w in ("exact", comm_dtype)
+    )
     assert coded < exact * (0.51 if comm_dtype == "bfloat16" else 0.27)
 
 
-@pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2)])
+@pytest.mark.parametrize(
+    ("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2)]
+)
 def test_what_an_owner_sends_past_idle_ranks_is_coded_as_well(comm_dtype, limit):
     """A window on zigzag: the late chunk of a rank is needed by the rank before it alone."""
     problem = Problem(256, rs.sliding_window(12), batch=2, heads=4, groups=2, size=32)
     assert any(
-        send.ranges for hop in make_schedule(rs.Layout("zigzag", 256, 4), problem.mask, 1).hops for send in hop.straight
+        send.ranges
+        for hop in make_schedule(rs.Layout("zigzag", 256, 4), problem.mask, 1).hops
+        for send in hop.straight
     )
     exact = problem.errors("zigzag", 4)
-    assert max(exact) < FLOAT32_LIMIT < max(problem.errors("zigzag", 4, comm_dtype=comm_dtype)) < limit
+    assert (
+        max(exact)
+        < FLOAT32_LIMIT
+        < max(problem.errors("zigzag", 4, comm_dtype=comm_dtype))
+        < limit
+    )
 
 
 def test_gradients_may_travel_in_bfloat16():

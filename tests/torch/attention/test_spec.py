@@ -23,7 +23,9 @@ counts = st.integers(0, 1 << 40)
         AttentionSpec,
         scale=finite,
         softcap=finite,
-        mask=st.one_of(masks, st.just(rs.documents([700, 1300], window=64))).map(lambda mask: mask.spec),
+        mask=st.one_of(masks, st.just(rs.documents([700, 1300], window=64))).map(
+            lambda mask: mask.spec
+        ),
         layout=st.sampled_from(names.LAYOUT_NAMES),
         padding=counts,
         key_padding=counts,
@@ -36,17 +38,25 @@ counts = st.integers(0, 1 << 40)
 )
 def test_a_spec_is_read_back_from_its_text(spec):
     assert AttentionSpec.parse(str(spec)) == spec
-    assert list(dict(part.split("=", 1) for part in str(spec).split(" ", len(fields(spec)) - 1))) == [
-        f.name for f in fields(spec)
-    ]
+    assert list(
+        dict(part.split("=", 1) for part in str(spec).split(" ", len(fields(spec)) - 1))
+    ) == [f.name for f in fields(spec)]
 
 
 @pytest.mark.parametrize("layout", names.LAYOUT_NAMES)
 @pytest.mark.parametrize("length", [1, 7, 8, 9])
 def test_layouts_are_found_again_from_what_ranks_hold(layout, length):
     queries, keys = rs.Layout(layout, length, 3), rs.Layout(layout, 2 * length, 3)
-    spec = AttentionSpec(scale=1.0, layout=layout, padding=padding_of(queries), key_padding=padding_of(keys))
-    assert spec.layouts(queries.tokens_per_rank, keys.tokens_per_rank, 3) == (queries, keys)
+    spec = AttentionSpec(
+        scale=1.0,
+        layout=layout,
+        padding=padding_of(queries),
+        key_padding=padding_of(keys),
+    )
+    assert spec.layouts(queries.tokens_per_rank, keys.tokens_per_rank, 3) == (
+        queries,
+        keys,
+    )
 
 
 def test_one_compiled_graph_serves_every_length():
@@ -57,7 +67,9 @@ def test_one_compiled_graph_serves_every_length():
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda q: rs.ring_attention(q, q, q), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda q: rs.ring_attention(q, q, q), fullgraph=True, backend=backend
+    )
     for length in (16, 24, 32, 40):
         q = torch.randn(1, 2, length, 8)
         assert torch.equal(compiled(q), rs.ring_attention(q, q, q))

@@ -52,12 +52,21 @@ def step(mesh: DeviceMesh, what: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**batch(mesh)).loss.backward()  # all is known by now, and well
     match what:
-        case "tokens" | "labels" | "documents" | "padded length" | "length" | "batch size":
+        case (
+            "tokens"
+            | "labels"
+            | "documents"
+            | "padded length"
+            | "length"
+            | "batch size"
+        ):
             model(**batch(mesh, **CHANGES[what]))
         case "padding that has no target anyway":
             whole = {"input_ids": ROWS[:1], "labels": ROWS[:1].clone()}
             whole["labels"][:, 9:] = -100
-            whole["attention_mask"] = (torch.arange(16) < (12 if odd else 10)).long()[None]
+            whole["attention_mask"] = (torch.arange(16) < (12 if odd else 10)).long()[
+                None
+            ]
             model(**rs.shard_batch(whole, mesh))
         case "no labels":
             part = batch(mesh)
@@ -153,7 +162,10 @@ CASES = {
 @pytest.mark.parametrize(
     ("what", "shape"),
     # On every other mesh one of the batch, and one of an optimizer, whose ranks talk over other groups.
-    [*((what, (2, 1, 1)) for what in CASES), *product(("tokens", "learning rate"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])],
+    [
+        *((what, (2, 1, 1)) for what in CASES),
+        *product(("tokens", "learning rate"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)]),
+    ],
     ids=str,
 )
 def test_what_differs_between_ranks_is_named_on_every_rank(pool, what, shape):
@@ -165,24 +177,34 @@ def test_what_differs_between_ranks_is_named_on_every_rank(pool, what, shape):
         if "different" in CASES[what]:
             assert isinstance(outcome, rs.PeerMismatch)
             assert f"rank {ranks - 1}: " in str(outcome), rank
-    messages = {str(outcome).split("out of paper")[0][-20:] for outcome in outcomes[:-1]}
+    messages = {
+        str(outcome).split("out of paper")[0][-20:] for outcome in outcomes[:-1]
+    }
     assert len(messages) == 1
 
 
 def sampled_by_the_world(mesh: DeviceMesh, replicas: int | None) -> None:
     """What torch's sampler does by default: another example for each rank of a ring."""
     model = rs.parallelize(build("llama"), mesh)
-    ranks = {} if replicas is None else {"num_replicas": replicas, "rank": mesh["replicate"].get_local_rank()}
+    ranks = (
+        {}
+        if replicas is None
+        else {"num_replicas": replicas, "rank": mesh["replicate"].get_local_rank()}
+    )
     if replicas is None:
         ranks = {"num_replicas": mesh.size(), "rank": mesh.get_rank()}
-    [ids, *_] = DataLoader(ROWS, sampler=DistributedSampler(range(8), shuffle=False, **ranks))
+    [ids, *_] = DataLoader(
+        ROWS, sampler=DistributedSampler(range(8), shuffle=False, **ranks)
+    )
     model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
 
 
 def test_a_sampler_of_the_world_is_named_with_what_to_give_it(pool):
     for outcome in pool.outcomes(sampled_by_the_world, 4, None, replicate=2):
         assert isinstance(outcome, rs.PeerMismatch)
-        assert "rs.sampler(dataset, mesh)" in str(outcome) and "num_replicas=2" in str(outcome)
+        assert "rs.sampler(dataset, mesh)" in str(outcome) and "num_replicas=2" in str(
+            outcome
+        )
     assert pool.run(sampled_by_the_world, 4, 2, replicate=2) == [None] * 4
 
 
@@ -199,11 +221,16 @@ def replicas_of_other_lengths(mesh: DeviceMesh) -> float:
 def test_replicas_may_have_other_lengths(pool):
     model = build("llama")
     sums = [
-        torch.nn.functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+        torch.nn.functional.cross_entropy(
+            model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum"
+        )
         for ids in (ROWS[0], ROWS[1, :11])
     ]
     expected = float(sum(sums).detach()) / (15 + 10)
-    assert pool.run(replicas_of_other_lengths, 4, replicate=2) == [pytest.approx(expected, rel=1e-6)] * 4
+    assert (
+        pool.run(replicas_of_other_lengths, 4, replicate=2)
+        == [pytest.approx(expected, rel=1e-6)] * 4
+    )
 
 
 def refused_by_one(mesh: DeviceMesh, options: dict[str, Any]) -> None:
@@ -228,12 +255,20 @@ def test_options_that_differ_are_named_on_every_rank(pool, options, message):
 def configured_on_one(mesh: DeviceMesh, option: str) -> None:
     model: Any = build("llama")
     if is_odd(mesh) and option == "lora_alpha":
-        model = get_peft_model(model, LoraConfig(lora_alpha=3, target_modules=["q_proj"]))
+        model = get_peft_model(
+            model, LoraConfig(lora_alpha=3, target_modules=["q_proj"])
+        )
     elif option == "lora_alpha":
-        model = get_peft_model(model, LoraConfig(lora_alpha=8, target_modules=["q_proj"]))
+        model = get_peft_model(
+            model, LoraConfig(lora_alpha=8, target_modules=["q_proj"])
+        )
         model.peft_config["default"].base_model_name_or_path = "elsewhere"
     elif is_odd(mesh):
-        setattr(model.config, option, {"rms_norm_eps": 1e-3, "id2label": {0: "a"}}.get(option, "elsewhere"))
+        setattr(
+            model.config,
+            option,
+            {"rms_norm_eps": 1e-3, "id2label": {0: "a"}}.get(option, "elsewhere"),
+        )
     rs.parallelize(model, mesh)
 
 
@@ -241,7 +276,10 @@ def configured_on_one(mesh: DeviceMesh, option: str) -> None:
     ("option", "says"),
     [
         ("rms_norm_eps", "different config.rms_norm_eps: ranks 0, 1: 1e-06"),
-        ("lora_alpha", "different lora_alpha of the adapter 'default': ranks 0, 1: 8, rank 2: 3"),
+        (
+            "lora_alpha",
+            "different lora_alpha of the adapter 'default': ranks 0, 1: 8, rank 2: 3",
+        ),
     ],
 )
 def test_a_config_that_differs_in_a_number_is_named(pool, option, says):
@@ -268,7 +306,9 @@ def frozen_on_one(mesh: DeviceMesh) -> None:
 
 def test_a_parameter_that_one_rank_does_not_train_is_named(pool):
     for outcome in pool.outcomes(frozen_on_one, 3):
-        assert isinstance(outcome, rs.PeerMismatch) and "model.norm.weight" in str(outcome)
+        assert isinstance(outcome, rs.PeerMismatch) and "model.norm.weight" in str(
+            outcome
+        )
 
 
 def drawn_by_each_rank(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
@@ -278,11 +318,16 @@ def drawn_by_each_rank(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
         model = build("llama", seed=0)
         torch.nn.init.normal_(model.lm_head.weight, std=1 + mesh.get_rank())
     model = rs.parallelize(model, mesh)
-    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    return {
+        name: parameter.detach().full_tensor()
+        for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize(("ranks", "replicate"), [(3, 1), (4, 2), (4, 4)])
-def test_weights_drawn_differently_become_those_of_rank_0(pool, ranks, replicate, capfd):
+def test_weights_drawn_differently_become_those_of_rank_0(
+    pool, ranks, replicate, capfd
+):
     results = pool.run(drawn_by_each_rank, ranks, replicate=replicate)
     if replicate == 1:
         expected = dict(build("llama", seed=0).named_parameters())
@@ -297,11 +342,21 @@ def replicas() -> list[Any]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_gives_replicas_different_examples(shuffle):
-    loaders = [rs.loader(list(range(11)), mesh, batch_size=2, shuffle=shuffle, seed=5) for mesh in replicas()]
-    epochs = [[[number for batch in loader for number in batch.tolist()] for loader in loaders] for _ in range(2)]
+    loaders = [
+        rs.loader(list(range(11)), mesh, batch_size=2, shuffle=shuffle, seed=5)
+        for mesh in replicas()
+    ]
+    epochs = [
+        [
+            [number for batch in loader for number in batch.tolist()]
+            for loader in loaders
+        ]
+        for _ in range(2)
+    ]
     for first, second in epochs:
         assert {*first, *second} == {*range(11)}
-        assert len(first) == len(second) == 6  # one more than there are: it comes out even
+        # one more than there are: it comes out even
+        assert len(first) == len(second) == 6
     assert (epochs[0] != epochs[1]) == shuffle
 
 
@@ -312,8 +367,14 @@ def test_a_loop_that_leaves_an_epoch_sees_other_examples_next():
 
 
 def counted(mesh: DeviceMesh) -> set[float]:
-    model, counts = rs.parallelize(build("llama"), mesh), (torch.tensor(15), torch.tensor([15]), np.int64(15))
-    losses = [model(**batch(mesh), num_items_in_batch=count).loss for count in (15, *counts, np.array(15), 15.0)]
+    model, counts = (
+        rs.parallelize(build("llama"), mesh),
+        (torch.tensor(15), torch.tensor([15]), np.int64(15)),
+    )
+    losses = [
+        model(**batch(mesh), num_items_in_batch=count).loss
+        for count in (15, *counts, np.array(15), 15.0)
+    ]
     return {float(loss.detach()) for loss in losses}
 
 
@@ -327,7 +388,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_a_loader_deals_a_stream_to_the_replicas():
-    dealt = [[batch.tolist() for batch in rs.loader(Stream(), mesh, batch_size=2)] for mesh in replicas()]
+    dealt = [
+        [batch.tolist() for batch in rs.loader(Stream(), mesh, batch_size=2)]
+        for mesh in replicas()
+    ]
     assert dealt == [[[0, 2], [4]], [[1, 3], [5]]]
 
 
@@ -341,27 +405,38 @@ class Noisy(torch.utils.data.Dataset):
 
 def test_what_workers_draw_is_alike_on_a_ring():
     meshes = replicas()
-    loaders = [rs.loader(Noisy(), mesh, num_workers=1, seed=3) for mesh in (meshes[0], *meshes)]
+    loaders = [
+        rs.loader(Noisy(), mesh, num_workers=1, seed=3) for mesh in (meshes[0], *meshes)
+    ]
     first, second, other = ([float(x) for x in loader] for loader in loaders)
     assert first == second != other
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=9))
 def test_sums_tell_whether_all_words_are_alike(facts):
-    sums = [sum(column) for column in zip(*(_with_squares(_words(fact)) for fact in facts), strict=True)]
+    sums = [
+        sum(column)
+        for column in zip(*(_with_squares(_words(fact)) for fact in facts), strict=True)
+    ]
     assert _are_alike(len(facts), sums) == (len(set(facts)) == 1)
 
 
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 1000), st.randoms())
-def test_a_digest_sees_every_entry_its_place_and_the_shape(length, place, change, random):
+def test_a_digest_sees_every_entry_its_place_and_the_shape(
+    length, place, change, random
+):
     x = torch.tensor([random.randrange(100_000) for _ in range(length)])
     changed = x.clone()
     changed[place % length] += change
     assert digest_integers(x) == digest_integers(x.clone()) != digest_integers(changed)
     swapped = x.flip(0)
-    assert bool(digest_integers(x) == digest_integers(swapped)) == torch.equal(x, swapped)
+    assert bool(digest_integers(x) == digest_integers(swapped)) == torch.equal(
+        x, swapped
+    )
     assert digest_integers(x) != digest_integers(x[None])
-    assert digest_integers(x) != digest_integers(torch.cat((x, torch.zeros(1, dtype=x.dtype))))
+    assert digest_integers(x) != digest_integers(
+        torch.cat((x, torch.zeros(1, dtype=x.dtype)))
+    )
     assert (digest_values(x) == digest_values(changed)) is False
 
 
@@ -373,5 +448,9 @@ def test_a_tensor_with_gaps_has_the_digest_of_its_copy(shape):
 
 def test_the_rank_of_a_call_in_a_group_is_that_of_the_world(pool):
     for outcome in pool.outcomes(step, 4, "tokens", replicate=2):
-        assert "rank 2: digest" in str(outcome) and "rank 3: digest" in str(outcome) and "rank 0" not in str(outcome)
+        assert (
+            "rank 2: digest" in str(outcome)
+            and "rank 3: digest" in str(outcome)
+            and "rank 0" not in str(outcome)
+        )
     assert not dist.is_initialized()

@@ -39,17 +39,34 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half": (lambda model: model.half(), "make them torch.float16 before parallelize"),
     "bfloat16": (lambda model: model.bfloat16(), "parallelize(compute_dtype=...)"),
     "double": (lambda model: model.double(), "torch.float64"),
-    "to a type": (lambda model: model.to(torch.bfloat16), "make them torch.bfloat16 before parallelize"),
+    "to a type": (
+        lambda model: model.to(torch.bfloat16),
+        "make them torch.bfloat16 before parallelize",
+    ),
     "to a device": (lambda model: model.to("meta"), "ring of cpu"),
-    "resize": (lambda model: model.resize_token_embeddings(120), "resize_token_embeddings comes before parallelize"),
+    "resize": (
+        lambda model: model.resize_token_embeddings(120),
+        "resize_token_embeddings comes before parallelize",
+    ),
     "copy": (copy.deepcopy, "cannot be copied"),
     "shallow copy": (copy.copy, "cannot be pickled; save_pretrained writes the model"),
     "pickle": (pickle.dumps, "cannot be pickled; save_pretrained writes the model"),
-    "saved whole": (lambda model: torch.save(model, io.BytesIO()), "torch.save of model.state_dict() its shards"),
-    "shared memory": (lambda model: model.share_memory(), "call share_memory before parallelize"),
-    "other data": (set_data, "model.embed_tokens.weight.data was set after parallelize"),
+    "saved whole": (
+        lambda model: torch.save(model, io.BytesIO()),
+        "torch.save of model.state_dict() its shards",
+    ),
+    "shared memory": (
+        lambda model: model.share_memory(),
+        "call share_memory before parallelize",
+    ),
+    "other data": (
+        set_data,
+        "model.embed_tokens.weight.data was set after parallelize",
+    ),
     "from a vector": (
-        lambda model: nn.utils.vector_to_parameters(torch.zeros(model.num_parameters()), model.parameters()),
+        lambda model: nn.utils.vector_to_parameters(
+            torch.zeros(model.num_parameters()), model.parameters()
+        ),
         "model.embed_tokens.weight.data was set after parallelize",
     ),
     "replaced": (
@@ -60,14 +77,28 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: model.model.layers[1].mlp.half(),
         "was replaced after parallelize, and would not be used",
     ),
-    "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "parallelize(checkpoint='attention')"),
-    "no checkpointing": (lambda model: model.gradient_checkpointing_disable(), "parallelize(checkpoint='attention')"),
-    "new head": (lambda model: setattr(model, "lm_head", nn.Linear(64, 97)), "changed after parallelize (lm_head)"),
+    "checkpointing": (
+        lambda model: model.gradient_checkpointing_enable(),
+        "parallelize(checkpoint='attention')",
+    ),
+    "no checkpointing": (
+        lambda model: model.gradient_checkpointing_disable(),
+        "parallelize(checkpoint='attention')",
+    ),
+    "new head": (
+        lambda model: setattr(model, "lm_head", nn.Linear(64, 97)),
+        "changed after parallelize (lm_head)",
+    ),
     "new parameter": (
-        lambda model: model.model.layers[1].mlp.register_parameter("extra", nn.Parameter(torch.zeros(3))),
+        lambda model: model.model.layers[1].mlp.register_parameter(
+            "extra", nn.Parameter(torch.zeros(3))
+        ),
         "changed after parallelize (model.layers.1.mlp)",
     ),
-    "wrapped for data parallelism": (DistributedDataParallel, "ringspan.hf.ring_accelerator"),
+    "wrapped for data parallelism": (
+        DistributedDataParallel,
+        "ringspan.hf.ring_accelerator",
+    ),
 }
 
 
@@ -82,7 +113,9 @@ def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
 @pytest.mark.parametrize("how", CHANGES)
 def test_what_changes_weights_afterwards_is_refused(pool, how):
     for outcome in pool.outcomes(changed_afterwards, 2, how):
-        assert isinstance(outcome, rs.UnsupportedError) and CHANGES[how][1] in str(outcome)
+        assert isinstance(outcome, rs.UnsupportedError) and CHANGES[how][1] in str(
+            outcome
+        )
 
 
 def written(mesh: DeviceMesh | None) -> Any:
@@ -97,7 +130,9 @@ def written(mesh: DeviceMesh | None) -> Any:
             parameter.copy_(parameter * 0.5)
             parameter.data.mul_(1.5)
     model.load_state_dict(model.state_dict())
-    model.load_state_dict({name: x * 0.9 for name, x in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: x * 0.9 for name, x in model.state_dict().items()}, assign=True
+    )
     model.init_weights()
     model.tie_weights()
     model.apply(lambda module: None)
@@ -139,7 +174,11 @@ def given(mesh: DeviceMesh, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("ddp", "model.module"), ("sharded", "fully_shard of model.layers.1"), ("around", "sharded before")],
+    [
+        ("ddp", "model.module"),
+        ("sharded", "fully_shard of model.layers.1"),
+        ("around", "sharded before"),
+    ],
 )
 def test_a_model_that_somebody_distributed_before_is_refused(pool, how, message):
     for outcome in pool.outcomes(given, 4, how):
@@ -163,14 +202,18 @@ def test_weights_that_no_ring_can_split_are_refused(how):
     model = build("llama")
     match how:
         case "max_norm" | "sparse" | "scale_grad_by_freq":
-            model.set_input_embeddings(nn.Embedding(97, 64, **{how: 1.0 if how == "max_norm" else True}))
+            model.set_input_embeddings(
+                nn.Embedding(97, 64, **{how: 1.0 if how == "max_norm" else True})
+            )
         case "quantised":
             model = quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
         case "packed":
             model.is_quantized, model.quantization_method = True, "gptq"
         case "of integers":
             weight = torch.zeros(64, 64, dtype=torch.int8)
-            model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(weight, requires_grad=False)
+            model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(
+                weight, requires_grad=False
+            )
         case "own forward":
             model.forward = model.forward
         case "same memory":
@@ -208,9 +251,15 @@ def hooked(mesh: DeviceMesh | None, where: str, after: bool) -> Any:
 
 def hook(model: Any, where: str) -> None:
     module: nn.Module = model.get_submodule(where)
-    module.register_forward_pre_hook(lambda _, given: (given[0] * 1.5, *given[1:]) if is_float(given) else None)
-    module.register_forward_hook(lambda _, __, out: out * 0.5 if isinstance(out, Tensor) else None)
-    module.register_full_backward_hook(lambda _, d_in, __: tuple(None if d is None else 2.0 * d for d in d_in))
+    module.register_forward_pre_hook(
+        lambda _, given: (given[0] * 1.5, *given[1:]) if is_float(given) else None
+    )
+    module.register_forward_hook(
+        lambda _, __, out: out * 0.5 if isinstance(out, Tensor) else None
+    )
+    module.register_full_backward_hook(
+        lambda _, d_in, __: tuple(None if d is None else 2.0 * d for d in d_in)
+    )
 
 
 def is_float(given: tuple[Any, ...]) -> bool:
@@ -218,17 +267,31 @@ def is_float(given: tuple[Any, ...]) -> bool:
 
 
 PLACES = [
-    *("lm_head", "model.embed_tokens", "model.norm", "model.layers.0", "model.layers.1.mlp"),
-    *("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.input_layernorm"),
+    *(
+        "lm_head",
+        "model.embed_tokens",
+        "model.norm",
+        "model.layers.0",
+        "model.layers.1.mlp",
+    ),
+    *(
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.input_layernorm",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("where", "after"), [*zip(PLACES, cycle([False, True])), ("lm_head", True)])
+@pytest.mark.parametrize(
+    ("where", "after"), [*zip(PLACES, cycle([False, True])), ("lm_head", True)]
+)
 def test_hooks_do_what_they_do_on_one_process(pool, where, after):
     loss, gradients = hooked(None, where, after)
     plain = step(build("llama"))
     names = gradients.keys()
-    assert relative(loss, plain[0]) > 1e-6 or any(relative(gradients[n], plain[1][n]) > 1e-3 for n in names)
+    assert relative(loss, plain[0]) > 1e-6 or any(
+        relative(gradients[n], plain[1][n]) > 1e-3 for n in names
+    )
     check(pool.run(hooked, 2, where, after), (loss, gradients))
 
 
@@ -243,7 +306,10 @@ def test_projections_that_do_more_are_not_split(change):
             parametrizations.weight_norm(projection)
         case "own forward":
             projection.forward = projection.forward
-    with pytest.raises(rs.UnsupportedError, match=r"layers\.1\.self_attn\.o_proj has hooks, a parametrization"):
+    with pytest.raises(
+        rs.UnsupportedError,
+        match=r"layers\.1\.self_attn\.o_proj has hooks, a parametrization",
+    ):
         refuse_split(model, 2)
 
 
@@ -255,7 +321,9 @@ def late_hook(mesh: DeviceMesh) -> None:
 
 def test_a_hook_on_a_split_projection_is_refused(pool):
     for outcome in pool.outcomes(late_hook, 2, tp=2):
-        assert isinstance(outcome, rs.UnsupportedError) and "Linear that tp splits has hooks" in str(outcome)
+        assert isinstance(
+            outcome, rs.UnsupportedError
+        ) and "Linear that tp splits has hooks" in str(outcome)
 
 
 def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
@@ -267,7 +335,9 @@ def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
 def test_earlier_checkpointing_is_replaced_or_refused(pool):
     check(pool.run(checkpointed_before, 2, "attention"), step(build("llama")))
     for outcome in pool.outcomes(checkpointed_before, 2, "none"):
-        assert isinstance(outcome, rs.ConfigError) and "checkpointing_disable()" in str(outcome)
+        assert isinstance(outcome, rs.ConfigError) and "checkpointing_disable()" in str(
+            outcome
+        )
 
 
 def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
@@ -284,7 +354,9 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
 
 @pytest.mark.parametrize("after", [*long(False), True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
-    check(pool.run(compiled_in_place, 1, after), step(build("llama", num_hidden_layers=1)))
+    check(
+        pool.run(compiled_in_place, 1, after), step(build("llama", num_hidden_layers=1))
+    )
 
 
 class BatchNormed(nn.Module):
@@ -298,7 +370,9 @@ class BatchNormed(nn.Module):
         return self.inner(self.norm(hidden.mT).mT)
 
 
-def with_buffers(mesh: DeviceMesh | None, how: str, checkpoint: str, frozen: bool) -> Any:
+def with_buffers(
+    mesh: DeviceMesh | None, how: str, checkpoint: str, frozen: bool
+) -> Any:
     torch.manual_seed(2)
     model: Any = build("llama")
     layer = model.model.layers[1]
@@ -314,7 +388,10 @@ def with_buffers(mesh: DeviceMesh | None, how: str, checkpoint: str, frozen: boo
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention"])
-@pytest.mark.parametrize(("how", "name"), [("batch norm", "mlp.norm.num_batches"), ("spectral norm", "weight.0._u")])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("batch norm", "mlp.norm.num_batches"), ("spectral norm", "weight.0._u")],
+)
 def test_layers_that_change_their_buffers_raise(pool, how, name, checkpoint):
     for outcome in pool.outcomes(with_buffers, 2, how, checkpoint, False):
         assert isinstance(outcome, rs.UnsupportedError), outcome

@@ -31,8 +31,11 @@ def loop(what, folder, seconds=None):
         rs.parallelize(build("llama"), mesh)(**batch).loss.backward()
         set_timeout(mesh["ring"].get_group(), seconds)
     watched = not what.startswith("by default")
-    model = rs.parallelize(build("llama"), mesh, **{"watchdog": True} if watched else {})
-    assert any(thread.name == "watchdog" for thread in threading.enumerate()) is watched  # with its port
+    model = rs.parallelize(
+        build("llama"), mesh, **{"watchdog": True} if watched else {}
+    )
+    # with its port
+    assert any(thread.name == "watchdog" for thread in threading.enumerate()) is watched
     for _ in range(2):
         model(**batch).loss.backward()
     match what:
@@ -66,7 +69,9 @@ def loop(what, folder, seconds=None):
             time.sleep(seconds * rank)  # one after the other is no reason to complain
 
 
-LEFT = r"rank 1 ended at step 2.* \(outside of ringspan\), which others wait for at step"
+LEFT = (
+    r"rank 1 ended at step 2.* \(outside of ringspan\), which others wait for at step"
+)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,9 @@ def test_a_rank_that_is_gone_is_named_at_once(tmp_path, what, message):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("what", "step"), [("rank 1 stays outside", 2), *long(("rank 1 skips backward", 3))])
+@pytest.mark.parametrize(
+    ("what", "step"), [("rank 1 stays outside", 2), *long(("rank 1 skips backward", 3))]
+)
 def test_a_rank_that_stays_away_is_named_within_the_time_out(tmp_path, what, step):
     codes, errors = ended(tmp_path, loop, what, tmp_path, 4)
     assert codes == [EXIT_STALLED, EXIT_STALLED]
@@ -100,23 +107,42 @@ def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "call", "code"),
-    [("by default", "a forward pass", 0), ("by default, in backward", "a backward pass", -signal.SIGKILL)],
+    [
+        ("by default", "a forward pass", 0),
+        ("by default, in backward", "a backward pass", -signal.SIGKILL),
+    ],
 )
-def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path, what, call, code):
+def test_by_default_torch_ends_and_a_line_names_who_is_missing(
+    tmp_path, what, call, code
+):
     codes, errors = ended(tmp_path, loop, what, tmp_path)
     assert codes == [1, code], errors  # the first is that of torch's own error
-    assert errors[0].count(f"ringspan: rank 0 lost an exchange in {call}; no word from rank 1\n") == 1, errors
+    assert (
+        errors[0].count(
+            f"ringspan: rank 0 lost an exchange in {call}; no word from rank 1\n"
+        )
+        == 1
+    ), errors
 
 
 def test_a_job_that_is_stopped_and_continued_is_not_silent(monkeypatch, tmp_path):
     """A minute in which no rank runs, as a scheduler suspends a job, and then a rank that stays silent."""
     clock, named, steps = [0.0], [], iter([*[0.2] * 9, 60.0, *[0.2] * 99])
-    select = Mock(side_effect=lambda seconds: clock.append(clock[-1] + next(steps)) or [])
+    select = Mock(
+        side_effect=lambda seconds: clock.append(clock[-1] + next(steps)) or []
+    )
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 2)
-    watch = watchdog.Watchdog(watchdog.Limits(silence_seconds=10), tmp_path, lambda code: named.append(clock[-1]))
-    watch._selector, watch._server = SimpleNamespace(select=select), Mock(**{"accept.side_effect": BlockingIOError})
+    watch = watchdog.Watchdog(
+        watchdog.Limits(silence_seconds=10),
+        tmp_path,
+        lambda code: named.append(clock[-1]),
+    )
+    watch._selector, watch._server = (
+        SimpleNamespace(select=select),
+        Mock(**{"accept.side_effect": BlockingIOError}),
+    )
     watch._places = {rank: watchdog.Place(changed=0.0, heard=0.0) for rank in range(2)}
     watch._watch()
     assert len(named) == 1 and 9 < named[0] - (60.0 - watchdog._PAUSE_SECONDS) < 11

@@ -8,7 +8,13 @@ _SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
-_MLA = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_MLA = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 # An index that chooses fewer keys than a prompt has; of so many heads that no two scores are equal.
 _INDEXED = {
     **_MLA, "index_topk": 9, "index_n_heads": 24, "index_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4,
@@ -50,12 +56,17 @@ def model(name: str, **changes: object) -> AutoModelForCausalLM:
     """A tiny model with random weights, the same at every call."""
     torch.manual_seed(1)
     config = AutoConfig.for_model(name, **{**_SMALL, **CONFIGS[name], **changes})
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if name != "gpt_oss" else "eager").eval()
-    for parameter in made.parameters():  # larger than usual, so that attention is not nearly uniform
+    # larger than usual, so that attention is not nearly uniform
+    made = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa" if name != "gpt_oss" else "eager"
+    ).eval()
+    for parameter in made.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return made
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed + length))
+    return torch.randint(
+        1, 97, (batch, length), generator=torch.Generator().manual_seed(seed + length)
+    )

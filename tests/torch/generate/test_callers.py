@@ -18,7 +18,13 @@ def assisted(model: Any) -> Any:
     if hasattr(model, "ring_mesh"):
         assistant = rs.parallelize(assistant, model.ring_mesh)
     torch.manual_seed(1)
-    return plain(model, models.prompt(40), assistant_model=assistant, max_new_tokens=8, do_sample=True)
+    return plain(
+        model,
+        models.prompt(40),
+        assistant_model=assistant,
+        max_new_tokens=8,
+        do_sample=True,
+    )
 
 
 def ended_apart(model: Any) -> Any:
@@ -38,17 +44,23 @@ def after_an_error(model: Any) -> Any:
             raise ArithmeticError
 
     hook = model.get_decoder().layers[2].register_forward_hook(raise_at_the_third)
-    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {}
+    cache = (
+        {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {}
+    )
     with pytest.raises(ArithmeticError):
         model.generate(models.prompt(40), max_new_tokens=8, **cache)
     hook.remove()
     if cache:
         with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
             model.generate(models.prompt(60), max_new_tokens=2, **cache)
-        with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"), torch.no_grad():
+        with (
+            pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"),
+            torch.no_grad(),
+        ):
             model(models.prompt(1), **cache)
         with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
-            cache["past_key_values"].crop(-1)  # of which some layers have no row to take back
+            # of which some layers have no row to take back
+            cache["past_key_values"].crop(-1)
         with pytest.raises(rs.UnsupportedError, match=r"incomplete.*reset\(\)"):
             model.save_cache(cache["past_key_values"], "never-written")
         cache["past_key_values"].reset()
@@ -57,21 +69,33 @@ def after_an_error(model: Any) -> Any:
 
 def odd_types(model: Any) -> Any:
     batch = padded_batch()
-    return plain(model, batch["input_ids"].int(), attention_mask=batch["attention_mask"].bool())
+    return plain(
+        model, batch["input_ids"].int(), attention_mask=batch["attention_mask"].bool()
+    )
 
 
 def by_hand(model: Any) -> Any:
     """Three calls of the model itself: a prompt, a second one, a token."""
-    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {"use_cache": True}
+    cache = (
+        {"past_key_values": model.new_cache()}
+        if hasattr(model, "new_cache")
+        else {"use_cache": True}
+    )
     outs = []
     for length in (40, 41, 1):
         outs.append(model(models.prompt(length), **cache))
         cache = {"past_key_values": outs[-1].past_key_values, "use_cache": True}
 
-    return SimpleNamespace(sequences=outs[0].logits.argmax(-1), logits=tuple(out.logits[:, -1] for out in outs))
+    return SimpleNamespace(
+        sequences=outs[0].logits.argmax(-1),
+        logits=tuple(out.logits[:, -1] for out in outs),
+    )
 
 
-WAYS = {way.__name__: way for way in (assisted, ended_apart, after_an_error, odd_types, by_hand)}
+WAYS = {
+    way.__name__: way
+    for way in (assisted, ended_apart, after_an_error, odd_types, by_hand)
+}
 
 
 def on_ring(mesh: DeviceMesh, name: str, way: str) -> Any:
@@ -96,10 +120,15 @@ def from_training(mesh: DeviceMesh, options: dict[str, Any]) -> torch.Tensor:
     return ids
 
 
-@pytest.mark.parametrize("more", [{"layers_per_checkpoint": 2}, {"offload": "activations"}])
+@pytest.mark.parametrize(
+    "more", [{"layers_per_checkpoint": 2}, {"offload": "activations"}]
+)
 def test_a_model_that_trains_with_checkpoints_generates(pool, more):
     expected = plain(models.model("llama"), models.prompt(40)).sequences
-    assert all(torch.equal(ids, expected) for ids in pool.run(from_training, 2, {"checkpoint": "full"} | more))
+    assert all(
+        torch.equal(ids, expected)
+        for ids in pool.run(from_training, 2, {"checkpoint": "full"} | more)
+    )
 
 
 def by_any_name(mesh: DeviceMesh, name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -113,9 +142,16 @@ def by_any_name(mesh: DeviceMesh, name: str) -> tuple[torch.Tensor, torch.Tensor
 
 def test_a_cache_is_accepted_under_each_name_of_transformers(pool):
     expected = plain(models.model("llama"), models.prompt(40)).sequences[:, :45]
-    found = [pool.run(by_any_name, 2, name)[0] for name in ("past_key_values", "cache", "cache_params")]
+    found = [
+        pool.run(by_any_name, 2, name)[0]
+        for name in ("past_key_values", "cache", "cache_params")
+    ]
     for ids, logits, held in found:
-        assert torch.equal(ids, expected) and torch.equal(logits, found[0][1]) and held == 45
+        assert (
+            torch.equal(ids, expected)
+            and torch.equal(logits, found[0][1])
+            and held == 45
+        )
 
 
 def in_autocast(mesh: DeviceMesh | None) -> torch.Tensor:
@@ -123,13 +159,24 @@ def in_autocast(mesh: DeviceMesh | None) -> torch.Tensor:
     model: Any = models.model("llama")
     if mesh is not None:
         model = rs.parallelize(model, mesh)
-    ids, cache = models.prompt(40), {"past_key_values": model.new_cache()} if mesh is not None else {"use_cache": True}
+    ids, cache = (
+        models.prompt(40),
+        {"past_key_values": model.new_cache()}
+        if mesh is not None
+        else {"use_cache": True},
+    )
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             first = model(ids, **cache)
-            more = model(ids[:, :1], past_key_values=first.past_key_values, use_cache=True)
+            more = model(
+                ids[:, :1], past_key_values=first.past_key_values, use_cache=True
+            )
         if mesh is not None:
-            assert model(ids[:, :1], past_key_values=more.past_key_values).logits.isfinite().all()
+            assert (
+                model(ids[:, :1], past_key_values=more.past_key_values)
+                .logits.isfinite()
+                .all()
+            )
     return torch.cat((first.logits[:, -1:], more.logits), 1).float()
 
 

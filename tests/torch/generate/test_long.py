@@ -29,7 +29,12 @@ def texts(model: Any, size: Size) -> list[torch.Tensor]:
     ids = models.prompt(size.prompt)
     greedy = model.generate(ids, max_new_tokens=size.new, do_sample=False)
     torch.manual_seed(3)
-    return [greedy, model.generate(ids, max_new_tokens=size.new, do_sample=True, top_p=0.9, temperature=0.8)]
+    return [
+        greedy,
+        model.generate(
+            ids, max_new_tokens=size.new, do_sample=True, top_p=0.9, temperature=0.8
+        ),
+    ]
 
 
 def on_ring(mesh: DeviceMesh, name: str, size: Size) -> list[torch.Tensor]:
@@ -43,7 +48,9 @@ def on_ring(mesh: DeviceMesh, name: str, size: Size) -> list[torch.Tensor]:
     [
         ("gpt_oss", SHORT, 2, 1),
         *long(("mistral", SHORT, 3, 1), ("llama", SHORT, 4, 2)),
-        *long(*((name, LONG, 2, 1) for name in models.CONFIGS), ("mistral", LONG, 3, 1)),
+        *long(
+            *((name, LONG, 2, 1) for name in models.CONFIGS), ("mistral", LONG, 3, 1)
+        ),
     ],
 )
 def test_a_long_text_is_that_of_one_process(pool, name, size, ranks, tp):
@@ -57,7 +64,11 @@ def test_a_long_text_is_that_of_one_process(pool, name, size, ranks, tp):
 def logits(model: Any, prompt: int) -> torch.Tensor:
     """Of a prompt's last token and of the next ones, which are given."""
     ids = models.prompt(prompt)
-    cache = {"past_key_values": model.new_cache()} if hasattr(model, "new_cache") else {"use_cache": True}
+    cache = (
+        {"past_key_values": model.new_cache()}
+        if hasattr(model, "new_cache")
+        else {"use_cache": True}
+    )
     rows = []
     with torch.no_grad():
         for part in (ids[:, :-9], *ids[:, -9:].split(1, 1)):
@@ -82,7 +93,12 @@ def in_bfloat16(mesh: DeviceMesh, name: str, size: Size) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gemma3_text", SHORT), ("deepseek_v3", SHORT), *long(("llama", LONG), ("mistral", LONG))]
+    ("name", "size"),
+    [
+        ("gemma3_text", SHORT),
+        ("deepseek_v3", SHORT),
+        *long(("llama", LONG), ("mistral", LONG)),
+    ],
 )
 def test_bfloat16_is_as_near_as_the_attentions_of_one_process(pool, name, size):
     """Against float32: no further than twice what one process is, with its own eager or sdpa attention."""

@@ -19,7 +19,11 @@ POSITIONS = 32
 def learned() -> Any:
     """A model with a table of 32 positions, that ends no text by itself."""
     model: Any = tables.build(
-        "gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, max_position_embeddings=POSITIONS
+        "gpt2",
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        max_position_embeddings=POSITIONS,
     ).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -29,7 +33,10 @@ def padded(real: int, columns: int) -> dict[str, torch.Tensor]:
     """Two prompts of which the longer has ``real`` tokens, in more columns than the model has positions."""
     mask = torch.ones(2, columns, dtype=torch.long)
     mask[0, : columns - real] = mask[1, : columns - real + 7] = 0
-    return {"input_ids": models.prompt(columns, batch=2) % 90 * mask, "attention_mask": mask}
+    return {
+        "input_ids": models.prompt(columns, batch=2) % 90 * mask,
+        "attention_mask": mask,
+    }
 
 
 def up_to_the_end(model: Any) -> list[torch.Tensor]:
@@ -60,7 +67,11 @@ def last_logits(mesh: DeviceMesh | None, kind: str) -> torch.Tensor:
     """Of prompts that are padded on the left, in one pass that is told no positions."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     is_dynamic = kind == "dynamic"  # frequencies by the length, padding included
-    model = tables.build("llama", max_position_embeddings=8, rope_parameters=rope) if is_dynamic else tiny_model(kind)
+    model = (
+        tables.build("llama", max_position_embeddings=8, rope_parameters=rope)
+        if is_dynamic
+        else tiny_model(kind)
+    )
     model.eval()
     if mesh is not None:
         rs.parallelize(model, mesh)
@@ -93,14 +104,19 @@ def test_a_text_beyond_the_table_raises_before_it_is_read(pool, options, says):
 
 def texts_and_warnings(mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[str]]:
     """Three texts, the last two of them longer than the model was made for; what was said."""
-    model: Any = rs.parallelize(models.model("llama", max_position_embeddings=POSITIONS), mesh)
+    model: Any = rs.parallelize(
+        models.model("llama", max_position_embeddings=POSITIONS), mesh
+    )
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ringspan.torch.layers.positions")
     logger.addHandler(handler)
     try:
-        texts = [plain(model, models.prompt(length), max_new_tokens=5).sequences for length in (27, 28, 50)]
+        texts = [
+            plain(model, models.prompt(length), max_new_tokens=5).sequences
+            for length in (27, 28, 50)
+        ]
     finally:
         logger.removeHandler(handler)
     assert model.config.max_position_embeddings == POSITIONS
@@ -109,8 +125,15 @@ def texts_and_warnings(mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[str]]
 
 def test_a_text_beyond_a_rotary_model_is_logged_and_written(pool):
     model = models.model("llama", max_position_embeddings=POSITIONS)
-    expected = [plain(model, models.prompt(length), max_new_tokens=5).sequences for length in (27, 28, 50)]
+    expected = [
+        plain(model, models.prompt(length), max_new_tokens=5).sequences
+        for length in (27, 28, 50)
+    ]
     for rank, (texts, said) in enumerate(pool.run(texts_and_warnings, 2)):
         assert all(torch.equal(*pair) for pair in zip(texts, expected, strict=True))
         assert len(said) == (1 if rank == 0 else 0)
-        assert rank or "a prompt of 28 tokens with 5 new ones is longer than the 32 positions" in said[0]
+        assert (
+            rank
+            or "a prompt of 28 tokens with 5 new ones is longer than the 32 positions"
+            in said[0]
+        )

@@ -17,25 +17,43 @@ MORE = (
     "qwen3_5_text", "kimi_linear", "olmo_hybrid", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "mamba",
     "falcon_mamba",
 )  # fmt: skip
-LENGTHS = 1, 2, 71  # fewer tokens than a convolution has taps; chunks that are split, and a last one that is not
+# fewer tokens than a convolution has taps; chunks that are split, and a last one that is not
+LENGTHS = (
+    1,
+    2,
+    71,
+)
 CHUNK = 17  # per rank: two of them are enough to be split
 NEW = 4
 
 
 def made(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    # no token ends a text, and none of a prompt is padding
     model = build(kind, dtype, **changes).eval()
-    for config in (model.config, model.generation_config):  # no token ends a text, and none of a prompt is padding
+    for config in (
+        model.config,
+        model.generation_config,
+    ):
         config.eos_token_id, config.pad_token_id = None, 0
     return model
 
 
 def after(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """A text with its most likely continuation; what was written may have the token of padding."""
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **options)
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        **options,
+    )
 
 
 def texts(model: Any) -> list[torch.Tensor]:
-    return [*(after(model, prompt(length)) for length in LENGTHS), after(model, prompt(37, 2), num_beams=3)]
+    return [
+        *(after(model, prompt(length)) for length in LENGTHS),
+        after(model, prompt(37, 2), num_beams=3),
+    ]
 
 
 def logits_of(model: Any, **options: Any) -> torch.Tensor:
@@ -53,7 +71,9 @@ def on_ring(mesh: DeviceMesh, kind: str, asked: torch.Tensor) -> Any:
     return texts(model), second, logits_of(model, past_key_values=model.new_cache())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "jamba", "lfm2", *long(*MORE)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "mamba2", "jamba", "lfm2", *long(*MORE)]
+)
 def test_tokens_and_logits_are_those_of_one_process(pool, kind):
     model, asked = made(kind), prompt(43, seed=5)
     expected, logits = texts(model), logits_of(model, use_cache=False)
@@ -89,7 +109,12 @@ def refused(mesh: DeviceMesh, folder: str) -> list[str]:
 def test_what_states_do_not_allow_raises(pool, tmp_path):
     for padding, lookup, crop, saved, own in pool.run(refused, 2, str(tmp_path)):
         assert "attention_mask with padding" in padding and "one at a time" in padding
-        assert "prompt_lookup_num_tokens is not supported with BambaForCausalLM" in lookup
+        assert (
+            "prompt_lookup_num_tokens is not supported with BambaForCausalLM" in lookup
+        )
         assert "cannot crop a cache of layers with a state" in crop
         assert "states of BambaForCausalLM is not saved" in saved
-        assert "MiniMaxForCausalLM does not generate on a ring" in own and "cache of its own" in own
+        assert (
+            "MiniMaxForCausalLM does not generate on a ring" in own
+            and "cache of its own" in own
+        )

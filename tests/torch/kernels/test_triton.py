@@ -21,10 +21,16 @@ from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, shapes, view
 from tests.torch.merge import check_merge
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU"
+)
 
 
-MERGES = [(torch.float32, 5, 2, False), (torch.bfloat16, 16, 8, True), (torch.bfloat16, 5, 10, False)]
+MERGES = [
+    (torch.float32, 5, 2, False),
+    (torch.bfloat16, 16, 8, True),
+    (torch.bfloat16, 5, 10, False),
+]
 
 
 @pytest.mark.parametrize(("dtype", "size", "count", "has_sinks"), MERGES)
@@ -38,7 +44,9 @@ def on_the_cpu(monkeypatch):
     from tests.torch.interpreter import interpreted
 
     for name in ("forward_into", "backward_into"):
-        monkeypatch.setattr(triton_attention, name, interpreted(getattr(triton_attention, name)))
+        monkeypatch.setattr(
+            triton_attention, name, interpreted(getattr(triton_attention, name))
+        )
 
 
 @given(
@@ -52,19 +60,29 @@ def on_the_cpu(monkeypatch):
     has_sinks=st.booleans(),
     views=views,
 )
-@examples(8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@examples(
+    8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_any_mask_through_our_kernel(length, mask, layout, ranks, shape, **options):
     problem = Problem(length, mask, **shape, **options)
     assert max(problem.errors(layout, ranks, kernel="triton")) < FLOAT32_LIMIT
 
 
-@pytest.mark.parametrize("view", ["tokens last", "fused, numbers interleaved", "expanded numbers"])
+@pytest.mark.parametrize(
+    "view", ["tokens last", "fused, numbers interleaved", "expanded numbers"]
+)
 def test_our_kernel_reads_views_and_its_sums_lie_in_rows(view):
-    problem = Problem(24, rs.causal(), heads=2, groups=1, size=8, has_sinks=True, views=[view] * 4)
+    problem = Problem(
+        24, rs.causal(), heads=2, groups=1, size=8, has_sinks=True, views=[view] * 4
+    )
     assert max(problem.errors("contiguous", 1, kernel="triton")) < FLOAT32_LIMIT
 
 
-@pytest.mark.parametrize("mask", [rs.causal(), rs.sliding_window(70), rs.documents([9, 80, 11, 5, 55])], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [rs.causal(), rs.sliding_window(70), rs.documents([9, 80, 11, 5, 55])],
+    ids=str,
+)
 def test_several_blocks_and_grains(mask):
     """Blocks inside, on and outside of the borders of a band, on rows and keys of more than one list of tiles."""
     problem = Problem(160, mask, heads=1, groups=1, size=16)
@@ -74,7 +92,9 @@ def test_several_blocks_and_grains(mask):
 def test_half_precision_rounds_inputs_and_probabilities_only():
     """float16, since the interpreter multiplies bfloat16 numbers as if they were integers."""
     problem = Problem(96, rs.causal(), heads=2, groups=1, size=16, dtype=torch.float16)
-    one, several = (problem.errors("zigzag", ranks, kernel="triton") for ranks in (1, 3))
+    one, several = (
+        problem.errors("zigzag", ranks, kernel="triton") for ranks in (1, 3)
+    )
     assert max(one) < 2**-11
     assert all(error < 1.1 * alone for error, alone in zip(several, one, strict=True))
 
@@ -83,14 +103,20 @@ def test_it_is_one_launch_a_hop(monkeypatch):
     from ringspan.torch.kernels.local import triton_attention
 
     made, forward = [], triton_attention.forward_into
-    monkeypatch.setattr(triton_attention, "forward_into", lambda *a: made.append(a[3]) or forward(*a))
-    Problem(48, rs.documents([3, 9, 4, 7, 1, 12, 5, 7]), heads=1, groups=1).on_ring("striped", 2, kernel="triton")
+    monkeypatch.setattr(
+        triton_attention, "forward_into", lambda *a: made.append(a[3]) or forward(*a)
+    )
+    Problem(48, rs.documents([3, 9, 4, 7, 1, 12, 5, 7]), heads=1, groups=1).on_ring(
+        "striped", 2, kernel="triton"
+    )
     assert len(made) == 2 * 2 and max(len(launch.tiles) for launch in made) >= 7
 
 
 def test_the_operator_runs_triton_by_name_and_auto_does_not():
     q, k, v = (torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2))
-    ours, theirs = (rs.ring_attention(q, k, v, kernel=kernel) for kernel in ("triton", "eager"))
+    ours, theirs = (
+        rs.ring_attention(q, k, v, kernel=kernel) for kernel in ("triton", "eager")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert "triton" not in kernels.serving("auto", q, v, Scores(1.0, softcap=2.0))
 
@@ -100,21 +126,31 @@ def test_it_refuses_what_it_cannot_do(monkeypatch):
     with pytest.raises(rs.UnsupportedError, match="float32, these are float64"):
         rs.ring_attention(*(x.double() for x in (q, q, q)), kernel="triton")
     wide = torch.zeros(1, 2, 8, 320)
-    with pytest.raises(rs.UnsupportedError, match="at most 128 numbers, these have 320"):
+    with pytest.raises(
+        rs.UnsupportedError, match="at most 128 numbers, these have 320"
+    ):
         rs.ring_attention(wide, wide, wide, kernel="triton")
     wide = wide.bfloat16()
-    with pytest.raises(rs.UnsupportedError, match="at most 256 numbers, these have 320"):
+    with pytest.raises(
+        rs.UnsupportedError, match="at most 256 numbers, these have 320"
+    ):
         rs.ring_attention(wide, wide, wide, kernel="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(rs.UnsupportedError, match="needs CUDA tensors, these are on cpu"):
+    with pytest.raises(
+        rs.UnsupportedError, match="needs CUDA tensors, these are on cpu"
+    ):
         rs.ring_attention(q, q, q, kernel="triton")
 
 
 def without_interpreter(script: str) -> str:
     """What a program prints for which Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }
     command, folder = [sys.executable, "-c", script], Path(__file__).parents[3]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert not run.returncode, run.stderr
     return run.stdout
 
@@ -169,7 +205,13 @@ print({name: len(one.keys) for name, one in (tuned | {"merge": merge}).items()} 
 """
     found = json.loads(without_interpreter(script).replace("'", '"'))
     # The bucket for which small problems are tuned by themselves.
-    assert found == {"forward": 2, "backward_queries": 2, "backward_keys": 2, "merge": 1, "deterministic": 1}
+    assert found == {
+        "forward": 2,
+        "backward_queries": 2,
+        "backward_keys": 2,
+        "merge": 1,
+        "deterministic": 1,
+    }
 
 
 @pytest.mark.long
@@ -182,4 +224,7 @@ def test_they_compile_for_gpus_that_are_not_there():
     )
     rows = {row["kernel"]: row for row in json.loads(without_interpreter(script))}
     assert rows.keys() == {"forward", "backward_queries", "backward_keys", "merge"}
-    assert all(row["fits"] and 0 < row["registers"] < 255 and row["spilled_bytes"] == [0, 0] for row in rows.values())
+    assert all(
+        row["fits"] and 0 < row["registers"] < 255 and row["spilled_bytes"] == [0, 0]
+        for row in rows.values()
+    )

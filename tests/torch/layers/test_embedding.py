@@ -27,15 +27,21 @@ def looked_up(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def truth(tokens: Tensor, gradient: Tensor) -> Tensor:
-    return torch.zeros(ROWS, SIZE, dtype=torch.float64).index_add_(0, tokens, gradient.double())
+    return torch.zeros(ROWS, SIZE, dtype=torch.float64).index_add_(
+        0, tokens, gradient.double()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numbers", [1, 5 * (ROWS + 2 * TOKENS), 1 << 23])
-def test_a_hundred_thousand_equal_tokens_add_up_to_the_last_bit(dtype, numbers, monkeypatch):
+def test_a_hundred_thousand_equal_tokens_add_up_to_the_last_bit(
+    dtype, numbers, monkeypatch
+):
     monkeypatch.setattr(embedding, "_NUMBERS", numbers)
     tokens, gradient = looked_up(dtype)
-    assert torch.equal(embedding_gradient(gradient, tokens, ROWS), truth(tokens, gradient).to(dtype))
+    assert torch.equal(
+        embedding_gradient(gradient, tokens, ROWS), truth(tokens, gradient).to(dtype)
+    )
 
 
 class Scaled(nn.Embedding):
@@ -61,7 +67,9 @@ def test_any_embedding_of_a_model_has_it(kind, padding):
     assert torch.equal(model[0].weight.grad, expected.bfloat16())
 
 
-@pytest.mark.parametrize("option", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+@pytest.mark.parametrize(
+    "option", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}]
+)
 def test_an_embedding_with_a_gradient_of_its_own_keeps_it(option):
     model: Any = nn.Sequential(nn.Embedding(ROWS, SIZE, **option))
     sum_embedding_gradients(model)
@@ -75,7 +83,9 @@ def test_memory_is_for_some_columns_at_any_length(monkeypatch):
     with MemoryTracker() as tracker:
         embedding_gradient(gradient, tokens, ROWS)
     assert tracker.peak.total_bytes <= 2 * ROWS * SIZE + 8 * (ROWS + 2 * TOKENS)
-    assert tracker.peak.total_bytes < gradient.nbytes / 2, "of the whole in float32, twice"
+    assert tracker.peak.total_bytes < gradient.nbytes / 2, (
+        "of the whole in float32, twice"
+    )
 
 
 LENGTH = 2048
@@ -118,7 +128,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "ranks", "tp", "options"), CASES)
-def test_a_sharded_model_counts_the_tokens_of_a_long_sequence(pool, kind, ranks, tp, options):
+def test_a_sharded_model_counts_the_tokens_of_a_long_sequence(
+    pool, kind, ranks, tp, options
+):
     """In bfloat16 1,024 ones on each of two ranks would make 256 each."""
     scale = 8.0 if kind == "gemma3_text" else 1.0
     for gradient in pool.run(ring_gradient, ranks, kind, options, tp=tp):
@@ -136,7 +148,10 @@ class Asking(nn.Embedding):
         return functional.embedding(input=tokens, weight=self.weight, **self.options)
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": -2}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding_idx": -2}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}],
+)
 def test_what_a_look_up_asks_for_is_not_dropped(options):
     given = torch.tensor([[1, 5, 5, 3, 1, 5]])
     results = []

@@ -23,7 +23,8 @@ def mixture(kind: str) -> Any:
     model = tiny_model(kind)
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if hasattr(model, name):
-            setattr(model, name, 0.5)  # as large as the other part, so that an error in it shows
+            # as large as the other part, so that an error in it shows
+            setattr(model, name, 0.5)
     return model
 
 
@@ -31,9 +32,15 @@ def whole_batch(rows: int, padding: bool, documents: Any) -> dict[str, Tensor]:
     ids = tokens(rows, LENGTH)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padding:
-        lengths = torch.tensor([0 if row == 1 else LENGTH - 5 - 3 * row for row in range(rows)])  # one of padding alone
+        # one of padding alone
+        lengths = torch.tensor(
+            [0 if row == 1 else LENGTH - 5 - 3 * row for row in range(rows)]
+        )
         mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-        batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+        batch |= {
+            "attention_mask": mask,
+            "labels": batch["labels"].masked_fill(mask == 0, -100),
+        }
     if documents:
         batch["position_ids"] = restarting(documents)
     return batch
@@ -46,7 +53,10 @@ def one_process(kind: str, steps: int, rows: int, padding: bool, documents: Any)
     count = int((batch["labels"][:, 1:] != -100).sum())
     losses, auxiliary = [], []
     for step in range(steps):
-        part = {name: value[step * rows : (step + 1) * rows] for name, value in batch.items()}
+        part = {
+            name: value[step * rows : (step + 1) * rows]
+            for name, value in batch.items()
+        }
         options = {"num_items_in_batch": count} if steps > 1 else {}
         out = model(**part, output_router_logits=True, use_cache=False, **options)
         out.loss.backward()
@@ -56,7 +66,9 @@ def one_process(kind: str, steps: int, rows: int, padding: bool, documents: Any)
     return {"loss": sum(losses), "auxiliary": sum(auxiliary), "gradients": gradients}
 
 
-def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, steps: int, padding: bool, options: Any) -> Any:
+def on_the_ring(
+    mesh: DeviceMesh, kind: str, layout: str, steps: int, padding: bool, options: Any
+) -> Any:
     replicate = mesh["replicate"].size()
     documents, where = options.pop("documents", None), options.pop("where", "call")
     model = mixture(kind)
@@ -71,7 +83,11 @@ def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, steps: int, padding: b
     loss, auxiliary = torch.zeros(()), torch.zeros(())
     for step in range(steps):
         row = step * replicate + mesh["replicate"].get_local_rank()
-        part = rs.shard_batch({name: value[row : row + 1] for name, value in batch.items()}, mesh, layout=layout)
+        part = rs.shard_batch(
+            {name: value[row : row + 1] for name, value in batch.items()},
+            mesh,
+            layout=layout,
+        )
         if steps > 1:
             part["num_items_in_batch"] = torch.tensor(count)
         out = model(**part, **asked)
@@ -93,11 +109,14 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [*KINDS[::4], *long(*(kind for kind in KINDS if kind not in KINDS[::4]))])
+@pytest.mark.parametrize(
+    "kind", [*KINDS[::4], *long(*(kind for kind in KINDS if kind not in KINDS[::4]))]
+)
 def test_the_auxiliary_loss_equals_that_of_one_process(pool, kind):
     expected = one_process(kind, 1, 1, False, None)
     assert float(expected["auxiliary"]) > 0
-    options = {"checkpoint": "none"} if kind == "jetmoe" else {}  # it has no activation checkpointing
+    # it has no activation checkpointing
+    options = {"checkpoint": "none"} if kind == "jetmoe" else {}
     compare(pool.run(on_the_ring, 2, kind, "zigzag", 1, False, options), expected)
 
 
@@ -107,8 +126,22 @@ CASES = [
     (4, 2, "striped", 2, True, {"checkpoint": "none"}),
     (2, 1, "contiguous", 3, False, {"checkpoint": "full"}),
     (3, 1, "zigzag", 1, True, {"checkpoint": "full", "feedforward_chunk_tokens": 4}),
-    (2, 1, "zigzag", 1, False, {"feedforward_chunk_tokens": 7, "layers_per_checkpoint": 2}),
-    (2, 1, "zigzag", 1, False, {"feedforward_chunk_tokens": 0, "offload": "activations"}),
+    (
+        2,
+        1,
+        "zigzag",
+        1,
+        False,
+        {"feedforward_chunk_tokens": 7, "layers_per_checkpoint": 2},
+    ),
+    (
+        2,
+        1,
+        "zigzag",
+        1,
+        False,
+        {"feedforward_chunk_tokens": 0, "offload": "activations"},
+    ),
     (3, 1, "striped", 1, False, {"documents": [[17, 20]]}),
     (2, 1, "balanced", 1, False, {"documents": [[17, 20]]}),
     (2, 1, "zigzag", 1, False, {"where": "config before"}),
@@ -116,10 +149,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "replicate", "layout", "steps", "padding", "options"), CASES)
-def test_router_losses_hold_for_any_split_and_checkpoint(pool, ranks, replicate, layout, steps, padding, options):
-    expected = one_process("mixtral", steps, replicate, padding, options.get("documents"))
-    results = pool.run(on_the_ring, ranks, "mixtral", layout, steps, padding, options, replicate=replicate)
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "layout", "steps", "padding", "options"), CASES
+)
+def test_router_losses_hold_for_any_split_and_checkpoint(
+    pool, ranks, replicate, layout, steps, padding, options
+):
+    expected = one_process(
+        "mixtral", steps, replicate, padding, options.get("documents")
+    )
+    results = pool.run(
+        on_the_ring,
+        ranks,
+        "mixtral",
+        layout,
+        steps,
+        padding,
+        options,
+        replicate=replicate,
+    )
     compare(results, expected)
 
 
@@ -127,7 +175,9 @@ def without_labels(mesh: DeviceMesh) -> Any:
     model = rs.parallelize(mixture("mixtral"), mesh)
     part = rs.shard_batch({"input_ids": tokens(1, LENGTH)}, mesh)
     with torch.no_grad():
-        return model(**part, output_router_logits=True).aux_loss, model(**part).get("aux_loss")
+        return model(**part, output_router_logits=True).aux_loss, model(**part).get(
+            "aux_loss"
+        )
 
 
 def test_logits_come_with_an_auxiliary_loss_when_it_is_asked_for(pool):
@@ -164,15 +214,22 @@ def asked_of_one_rank(mesh: DeviceMesh) -> None:
 def test_ranks_that_do_not_all_ask_for_it_say_so(pool):
     for outcome in pool.outcomes(asked_of_one_rank, 2):
         assert isinstance(outcome, rs.PeerMismatch)
-        assert "the ranks were given different output_router_logits: rank 0: False, rank 1: True" in str(outcome)
+        assert (
+            "the ranks were given different output_router_logits: rank 0: False, rank 1: True"
+            in str(outcome)
+        )
 
 
 def test_it_is_transformers_own_on_scores_with_padding():
     scores = tuple(torch.randn(12, 5) for _ in range(3))
     real = torch.arange(12) % 6 < 4
     ours = RouterLoss(5, 2, "router_aux_loss_coef", RouterRecorder(5))(scores, real, [])
-    assert relative(ours, load_balancing_loss_func(scores, 5, 2, real.view(2, 6))) < 1e-6
-    everything = RouterLoss(5, 2, "router_aux_loss_coef", RouterRecorder(5))(scores, torch.ones(12), [])
+    assert (
+        relative(ours, load_balancing_loss_func(scores, 5, 2, real.view(2, 6))) < 1e-6
+    )
+    everything = RouterLoss(5, 2, "router_aux_loss_coef", RouterRecorder(5))(
+        scores, torch.ones(12), []
+    )
     assert relative(everything, load_balancing_loss_func(scores, 5, 2)) < 1e-6
 
 
@@ -181,17 +238,26 @@ def scores_and_gradients(chunk_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     feedforward, recorder = mixture("mixtral").model.layers[0].mlp, RouterRecorder(4)
     recorder.attach(feedforward.gate, 0)
     if chunk_tokens:
-        run_in_blocks([feedforward], chunk_tokens, "feedforward_chunk_tokens", recorder=recorder)
-    hidden = torch.randn(2, 11, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        run_in_blocks(
+            [feedforward], chunk_tokens, "feedforward_chunk_tokens", recorder=recorder
+        )
+    hidden = torch.randn(
+        2, 11, 64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     with recorder.recording() as recorded:
         out = feedforward(hidden)
     [scores] = recorded
     (out.square().sum() + torch.softmax(scores, -1).square().sum()).backward()
-    gradients = {name: parameter.grad for name, parameter in feedforward.named_parameters()}
+    gradients = {
+        name: parameter.grad for name, parameter in feedforward.named_parameters()
+    }
     return scores.detach(), gradients | {"hidden": hidden.grad}
 
 
 def test_router_scores_in_blocks_are_whole_with_gradients():
-    (scores, gradients), (whole_scores, whole_gradients) = scores_and_gradients(5), scores_and_gradients(0)
+    (scores, gradients), (whole_scores, whole_gradients) = (
+        scores_and_gradients(5),
+        scores_and_gradients(0),
+    )
     assert relative(scores, whole_scores) < 1e-6
     close_by_name(gradients, whole_gradients)

@@ -16,7 +16,9 @@ class Odd(Exception):
 
 def loss_of(model, mesh, ids):
     if mesh is None:  # where transformers would compute the loss in float32
-        return torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+        return torch.nn.functional.cross_entropy(
+            model(input_ids=ids).logits[0, :-1], ids[0, 1:]
+        )
     return model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss
 
 
@@ -39,7 +41,11 @@ def fails(model, mesh, ids, where):
     def strike(module, args, output):
         if where == "forward":
             raise Odd("in forward")
-        return (Once.apply(output[0]), *output[1:]) if isinstance(output, tuple) else Once.apply(output)
+        return (
+            (Once.apply(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else Once.apply(output)
+        )
 
     hook = layer.register_forward_hook(strike)
     try:
@@ -60,7 +66,11 @@ def three_micro_batches(model, mesh, where):
 
 
 def on_ring(mesh, where, checkpoint):
-    return three_micro_batches(rs.parallelize(in_float64_of(build("llama")), mesh, checkpoint=checkpoint), mesh, where)
+    return three_micro_batches(
+        rs.parallelize(in_float64_of(build("llama")), mesh, checkpoint=checkpoint),
+        mesh,
+        where,
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
@@ -73,7 +83,11 @@ def test_a_loop_can_leave_out_a_micro_batch_that_raises(pool, where, checkpoint)
     if where == "backward":
         # The head and the last norm had their gradients of the second micro-batch when its layer raised, as on one
         # process; the layers before have none of it.
-        expected = {name: x for name, x in expected.items() if name.startswith(("model.layers", "model.embed"))}
+        expected = {
+            name: x
+            for name, x in expected.items()
+            if name.startswith(("model.layers", "model.embed"))
+        }
     for found in pool.run(on_ring, 2, where, checkpoint):
         close_by_name({name: found[name] for name in expected}, expected, 1e-12)
 
@@ -95,7 +109,10 @@ def test_unsummed_gradients_are_dropped_with_a_warning(pool, where):
     alone = in_float64_of(build("llama"))
     loss_of(alone, None, tokens(1, 33, seed=3)).backward()
     for lines, gradients in pool.run(without_sums, 2, where):
-        assert len(lines) == 1 and "begin the step again with its first micro-batch" in lines[0]
+        assert (
+            len(lines) == 1
+            and "begin the step again with its first micro-batch" in lines[0]
+        )
         close_by_name(gradients, whole_gradients(alone), 1e-12)
 
 
@@ -121,7 +138,10 @@ def test_gradients_that_wait_for_replicas_are_dropped_too(pool):
 
 def failing_twice(mesh, where):
     model = rs.parallelize(build("llama"), mesh)
-    with patch("ringspan.torch.memory.sharding.recover", side_effect=AttributeError("a name that a release dropped")):
+    with patch(
+        "ringspan.torch.memory.sharding.recover",
+        side_effect=AttributeError("a name that a release dropped"),
+    ):
         error = fails(model, mesh, tokens(1, 29), where)
     return repr(error), error.__notes__
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -26,9 +29,13 @@ def test_numbers_go_to_a_neighbour_and_their_mean_is_right():
     x = torch.randn(500, generator=generator(0)) * torch.logspace(-30, 30, 500)
     draws = torch.stack([rounded(x, generator(seed)).double() for seed in range(400)])
     toward_zero = (x.view(torch.int32) & -(1 << 16)).view(torch.float32).double()
-    step = torch.nextafter(x.bfloat16().abs(), torch.full((500,), torch.inf, dtype=torch.bfloat16)).double()
+    step = torch.nextafter(
+        x.bfloat16().abs(), torch.full((500,), torch.inf, dtype=torch.bfloat16)
+    ).double()
     unit = (step - x.bfloat16().abs().double()).abs()
-    assert bool(((draws - x.double()).abs() < unit).all()), "up or down by less than one unit"
+    assert bool(((draws - x.double()).abs() < unit).all()), (
+        "up or down by less than one unit"
+    )
     assert bool((draws.abs() >= toward_zero.abs()).all())
     # The mean of 400 draws, each off by half a unit at most in the root mean square.
     assert bool(((draws.mean(0) - x.double()).abs() < 5 * 0.5 * unit / 400**0.5).all())
@@ -65,11 +72,15 @@ def test_small_updates_add_up():
     found = trained("stochastic", 150).float()
     # Each of 150 steps is off by at most half a unit below 1 (2^-8) in the root mean square, of 4096 weights.
     assert abs(float(found.mean() - exact)) < 5 * 150**0.5 * 2**-9 / 4096**0.5
-    assert torch.equal(trained("master", 150), trained("nearest", 150, torch.float32).bfloat16())
+    assert torch.equal(
+        trained("master", 150), trained("nearest", 150, torch.float32).bfloat16()
+    )
 
 
 def test_float32_parameters_are_stepped_as_by_adamw():
-    assert torch.equal(trained("stochastic", 9, torch.float32), trained("nearest", 9, torch.float32))
+    assert torch.equal(
+        trained("stochastic", 9, torch.float32), trained("nearest", 9, torch.float32)
+    )
 
 
 def run(mesh: DeviceMesh, settings: dict[str, Any], reload_after: int) -> list[Tensor]:
@@ -79,18 +90,32 @@ def run(mesh: DeviceMesh, settings: dict[str, Any], reload_after: int) -> list[T
     for step in range(3):
         if step == reload_after:
             saved = get_optimizer_state_dict(model, optimizer)
-            optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-3, **settings))
+            optimizer = build_optimizer(
+                model, OptimizerConfig(learning_rate=1e-3, **settings)
+            )
             set_optimizer_state_dict(model, optimizer, saved)
         model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = [value for p in model.parameters() for name, value in optimizer.state[p].items() if name != "step"]
+    state = [
+        value
+        for p in model.parameters()
+        for name, value in optimizer.state[p].items()
+        if name != "step"
+    ]
     assert all(value.dtype == torch.float32 for value in state)
-    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return [
+        p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for p in model.parameters()
+    ]
 
 
-@pytest.mark.parametrize("settings", [{"rounding": "stochastic"}, {"rounding": "master", "on_host": True}])
-def test_replicas_round_equally_and_a_resumed_run_like_the_first(pool: Any, settings: dict[str, Any]):
+@pytest.mark.parametrize(
+    "settings", [{"rounding": "stochastic"}, {"rounding": "master", "on_host": True}]
+)
+def test_replicas_round_equally_and_a_resumed_run_like_the_first(
+    pool: Any, settings: dict[str, Any]
+):
     first, *others = pool.run(run, 4, settings, -1, replicate=2)
     resumed, *_ = pool.run(run, 4, settings, 1, replicate=2)
     for other in (*others, resumed):
@@ -100,7 +125,10 @@ def test_replicas_round_equally_and_a_resumed_run_like_the_first(pool: Any, sett
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rounding": "master"}, r'optimizer\.rounding = "master": float32 copies on the device'),
+        (
+            {"rounding": "master"},
+            r'optimizer\.rounding = "master": float32 copies on the device',
+        ),
         ({"rounding": "stochastic", "on_host": True}, r"is done on the device"),
     ],
 )

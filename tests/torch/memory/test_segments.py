@@ -44,10 +44,16 @@ def run(layers: list[Layer], step: Callable[[Layer, Tensor], Tensor]) -> Tensor:
 
 
 def gradients(layers: list[Layer], out: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(out.square().sum(), [p for layer in layers for p in layer.parameters()]))
+    return list(
+        torch.autograd.grad(
+            out.square().sum(), [p for layer in layers for p in layer.parameters()]
+        )
+    )
 
 
-@pytest.mark.parametrize(("size", "autocast"), [(3, False), (2, True), (7, True), (9, False)])
+@pytest.mark.parametrize(
+    ("size", "autocast"), [(3, False), (2, True), (7, True), (9, False)]
+)
 def test_segments_keep_one_input_and_have_equal_gradients(size, autocast):
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]
@@ -75,17 +81,29 @@ def test_segments_keep_one_input_and_have_equal_gradients(size, autocast):
 
 
 def test_without_gradients_nothing_is_kept():
-    segments, layers = Segments(2, Store(min_bytes=1 << 60), keeps_attention=False), [Layer() for _ in range(2)]
+    segments, layers = (
+        Segments(2, Store(min_bytes=1 << 60), keeps_attention=False),
+        [Layer() for _ in range(2)],
+    )
     with torch.no_grad(), segments.forward_pass():
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, x))
     assert all(seen.expired() for layer in layers[1:] for seen in layer.inputs)
 
 
 def test_layers_between_which_something_happens_are_refused():
-    segments, layers = Segments(2, Store(min_bytes=1 << 60), keeps_attention=False), [Layer() for _ in range(2)]
-    with segments.forward_pass(), pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"):
+    segments, layers = (
+        Segments(2, Store(min_bytes=1 << 60), keeps_attention=False),
+        [Layer() for _ in range(2)],
+    )
+    with (
+        segments.forward_pass(),
+        pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"),
+    ):
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, 2 * x))
-    with segments.forward_pass(), pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"):
+    with (
+        segments.forward_pass(),
+        pytest.raises(rs.UnsupportedError, match="layers_per_checkpoint=1"),
+    ):
         run(layers, lambda layer, x: segments.checkpoint(layer, partial(layer, x=x)))
     with segments.forward_pass():  # and a new pass begins anew
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, x))
@@ -104,26 +122,52 @@ def test_a_layer_that_raised_takes_no_part_in_later_passes():
 
 def deep_step(mesh: Any, kind: str, layers: int, options: dict[str, Any]) -> Any:
     """Gradients of a batch and of two in one backward pass; what is still whole, layer by layer, after it."""
-    model: Any = rs.parallelize(build(kind, num_hidden_layers=layers).train(), mesh, **options)
-    model.get_input_embeddings().requires_grad_(False)  # so that FSDP does not see when the first layer is done
+    model: Any = rs.parallelize(
+        build(kind, num_hidden_layers=layers).train(), mesh, **options
+    )
+    # so that FSDP does not see when the first layer is done
+    model.get_input_embeddings().requires_grad_(False)
     for seeds in ((1,), (2, 3)):
-        parts = [rs.shard_batch(dict.fromkeys(("input_ids", "labels"), tokens(1, 37, seed)), mesh) for seed in seeds]
+        parts = [
+            rs.shard_batch(
+                dict.fromkeys(("input_ids", "labels"), tokens(1, 37, seed)), mesh
+            )
+            for seed in seeds
+        ]
         torch.stack([model(**part).loss for part in parts]).sum().backward()
-    sizes = [sum(p.to_local().numel() for p in layer.parameters()) for layer in model.base_model.layers]
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.requires_grad}, sizes
+    sizes = [
+        sum(p.to_local().numel() for p in layer.parameters())
+        for layer in model.base_model.layers
+    ]
+    return {
+        name: p.grad.full_tensor()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }, sizes
 
 
 @pytest.mark.parametrize(("size", "checkpoint"), [(2, "full"), (3, "attention")])
 def test_segments_of_layers_that_fsdp_splits(pool, checkpoint, size):
     options = {"checkpoint": checkpoint, "layers_per_checkpoint": size}
     expected = pool.run(deep_step, 2, "llama", 5, {"checkpoint": "none"})
-    for (got, sizes), (wanted, split) in zip(pool.run(deep_step, 2, "llama", 5, options), expected, strict=True):
+    for (got, sizes), (wanted, split) in zip(
+        pool.run(deep_step, 2, "llama", 5, options), expected, strict=True
+    ):
         assert sizes == split
         assert max(relative(got[name], g) for name, g in wanted.items()) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("layers", "size", "inputs"), [(1, 1, 1), (2, 1, 2), (4, 2, 3), (12, 3, 6), (26, 4, 10), (32, 4, 11), (126, 9, 22)]
+    ("layers", "size", "inputs"),
+    [
+        (1, 1, 1),
+        (2, 1, 2),
+        (4, 2, 3),
+        (12, 3, 6),
+        (26, 4, 10),
+        (32, 4, 11),
+        (126, 9, 22),
+    ],
 )
 def test_the_most_frugal_segment_is_about_the_root_of_layers(layers, size, inputs):
     assert (frugal_segment(layers), num_inputs(layers, size)) == (size, inputs)
@@ -145,5 +189,8 @@ def test_a_recomputation_takes_no_results_of_another_operator():
         handled(ones)
     with segments._replaying(store, list(kept), again=True):
         assert handled(ones)[0].tolist() == [1, 1, 1]
-    with segments._replaying(store, kept), pytest.raises(RuntimeError, match=r"asks for .*others, where .*ones"):
+    with (
+        segments._replaying(store, kept),
+        pytest.raises(RuntimeError, match=r"asks for .*others, where .*ones"),
+    ):
         handled(others)

@@ -21,9 +21,15 @@ def test_equal_blocks_become_one_which_computes_the_same():
     ids = torch.arange(3, 23)[None]
     before, names = model(input_ids=ids, use_cache=False).logits, [*model.state_dict()]
     found = find_shared_blocks(model)
-    assert [(block.layer, block.place) for block in found] == [("model.layers.4", "shared_transformer")]
+    assert [(block.layer, block.place) for block in found] == [
+        ("model.layers.4", "shared_transformer")
+    ]
     (block,) = join_shared_blocks(model)
-    assert model.model.layers[1].shared_transformer is model.model.layers[4].shared_transformer is block
+    assert (
+        model.model.layers[1].shared_transformer
+        is model.model.layers[4].shared_transformer
+        is block
+    )
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
     assert [*model.state_dict()] == names
     assert find_shared_blocks(build("llama")) == []
@@ -50,7 +56,10 @@ def test_a_weight_that_two_layers_share_alone_raises():
     first, second = (layer.mlp for layer in model.model.layers)
     second.up_proj = nn.utils.parametrizations.weight_norm(second.up_proj)
     second.up_proj.parametrizations.weight.original1 = first.up_proj.weight
-    with pytest.raises(rs.UnsupportedError, match=r"original1 is a weight of model\.layers\.0 too, and what is around"):
+    with pytest.raises(
+        rs.UnsupportedError,
+        match=r"original1 is a weight of model\.layers\.0 too, and what is around",
+    ):
         find_shared_blocks(model)
 
 
@@ -62,9 +71,14 @@ def with_a_shared_projection():
 
 
 def trained_with_a_shared_projection(mesh, checkpoint):
-    return step(rs.parallelize(with_a_shared_projection(), mesh, checkpoint=checkpoint), mesh)
+    return step(
+        rs.parallelize(with_a_shared_projection(), mesh, checkpoint=checkpoint), mesh
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_a_projection_of_two_layers_is_trained_as_on_one_process(pool, checkpoint):
-    check(pool.run(trained_with_a_shared_projection, 2, checkpoint), step(with_a_shared_projection()))
+    check(
+        pool.run(trained_with_a_shared_projection, 2, checkpoint),
+        step(with_a_shared_projection()),
+    )

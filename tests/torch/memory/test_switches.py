@@ -26,7 +26,9 @@ def adapted(dropout: float) -> Any:
     torch.manual_seed(0)
     model: Any = in_float64_of(build("llama"))
     targets = TARGETS[: 2 if dropout else 3]
-    config = LoraConfig(r=4, lora_dropout=dropout, task_type="CAUSAL_LM", target_modules=targets)
+    config = LoraConfig(
+        r=4, lora_dropout=dropout, task_type="CAUSAL_LM", target_modules=targets
+    )
     model = get_peft_model(model, config, "first")
     model.add_adapter("second", config)
     for name, parameter in model.named_parameters():
@@ -74,18 +76,32 @@ OPTIONS: list[dict[str, Any]] = [
     {"checkpoint": "full", "layers_per_checkpoint": 2},
     {"folds": 2},
     *long(
-        {"checkpoint": "none"}, {"checkpoint": "full"}, {"layers_per_checkpoint": 2}, {"folds": 2, "checkpoint": "full"}
+        {"checkpoint": "none"},
+        {"checkpoint": "full"},
+        {"layers_per_checkpoint": 2},
+        {"folds": 2, "checkpoint": "full"},
     ),
 ]
 
 
-def loss_of(model: Any, mesh: DeviceMesh | None, ids: Tensor, options: dict[str, Any]) -> Tensor:
+def loss_of(
+    model: Any, mesh: DeviceMesh | None, ids: Tensor, options: dict[str, Any]
+) -> Tensor:
     if mesh is None:  # transformers' own would be rounded to float32
         return cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-    return model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, folds=options.get("folds", 1))).loss
+    return model(
+        **rs.shard_batch(
+            {"input_ids": ids, "labels": ids}, mesh, folds=options.get("folds", 1)
+        )
+    ).loss
 
 
-def changed(mesh: DeviceMesh | None, names: list[str], options: dict[str, Any], dropout: float = 0.0) -> list[Any]:
+def changed(
+    mesh: DeviceMesh | None,
+    names: list[str],
+    options: dict[str, Any],
+    dropout: float = 0.0,
+) -> list[Any]:
     """Losses, and gradients by name, of a pass with each change behind it and of another pass that follows."""
     found: list[Any] = []
     for name in names:
@@ -111,15 +127,23 @@ def test_a_recomputation_takes_the_switches_of_its_pass(pool, options):
     names = [*CHANGES]
     expected = changed(None, names, {})
     for results in pool.run(changed, 2, names, options):
-        for (loss, other, gradients), (one, of_other, wanted) in zip(results, expected, strict=True):
+        for (loss, other, gradients), (one, of_other, wanted) in zip(
+            results, expected, strict=True
+        ):
             assert relative(loss, one) < 1e-9
             assert other is None or relative(other, of_other) < 1e-9
             close_by_name(gradients, wanted, 1e-9)
 
 
 def test_dropout_is_drawn_again_although_evaluation_began(pool):
-    for options in ({"checkpoint": "attention"}, {"checkpoint": "full", "layers_per_checkpoint": 2}, {"folds": 2}):
-        for (_, _, plain), (_, _, found) in pool.run(changed, 2, ["", "evaluation"], options, 0.2):
+    for options in (
+        {"checkpoint": "attention"},
+        {"checkpoint": "full", "layers_per_checkpoint": 2},
+        {"folds": 2},
+    ):
+        for (_, _, plain), (_, _, found) in pool.run(
+            changed, 2, ["", "evaluation"], options, 0.2
+        ):
             close_by_name(found, plain, 1e-9)
 
 
@@ -134,26 +158,39 @@ def stepped(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
         if is_changed:
             optimizer.step()  # of the gradients of before
             with pytest.raises(
-                rs.UnsupportedError, match=r"lora_A.first.weight was changed between a forward pass and"
+                rs.UnsupportedError,
+                match=r"lora_A.first.weight was changed between a forward pass and",
             ):
                 loss.backward()
         else:
             loss.backward()
-            found.append({name: None if x is None else x.clone() for name, x in whole_gradients(model).items()})
+            found.append(
+                {
+                    name: None if x is None else x.clone()
+                    for name, x in whole_gradients(model).items()
+                }
+            )
         if is_changed:
             model.zero_grad()
     return found
 
 
 @pytest.mark.parametrize(
-    "options", [{"checkpoint": "none"}, {"layers_per_checkpoint": 2}, *long({"checkpoint": "full"})]
+    "options",
+    [
+        {"checkpoint": "none"},
+        {"layers_per_checkpoint": 2},
+        *long({"checkpoint": "full"}),
+    ],
 )
 def test_weights_changed_before_backward_are_refused(pool, options):
     for first, last in pool.run(stepped, 2, options):
         close_by_name(last, first, 1e-12)
 
 
-def learning_in_evaluation(mesh: DeviceMesh, options: dict[str, Any], is_evaluated: bool) -> list[str]:
+def learning_in_evaluation(
+    mesh: DeviceMesh, options: dict[str, Any], is_evaluated: bool
+) -> list[str]:
     """What is logged in two backward passes, behind an evaluation."""
     said: list[str] = []
     log = logging.getLogger(fixed.__name__)
@@ -173,7 +210,8 @@ def test_learning_in_evaluation_mode_says_what_it_leaves_out(pool):
     first, second = pool.run(learning_in_evaluation, 2, options, True)
     assert not second and len(first) == 1
     assert (
-        "z_loss=0.01, layers_per_checkpoint=2, checkpoint='attention' applies to training mode only; call" in first[0]
+        "z_loss=0.01, layers_per_checkpoint=2, checkpoint='attention' applies to training mode only; call"
+        in first[0]
     )
     assert pool.run(learning_in_evaluation, 2, options, False) == [[], []]
     assert pool.run(learning_in_evaluation, 2, {"checkpoint": "none"}, True) == [[], []]

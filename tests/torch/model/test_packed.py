@@ -17,17 +17,24 @@ from tests.torch.model.test_peft import LIMITS, stir
 from tests.torch.models import build, check, step
 
 torchao: Any = pytest.importorskip("torchao.quantization")
-Int8WeightOnlyConfig, IntxWeightOnlyConfig = torchao.Int8WeightOnlyConfig, torchao.IntxWeightOnlyConfig
+Int8WeightOnlyConfig, IntxWeightOnlyConfig = (
+    torchao.Int8WeightOnlyConfig,
+    torchao.IntxWeightOnlyConfig,
+)
 PerGroup, PerTensor = torchao.granularity.PerGroup, torchao.granularity.PerTensor
 
 BITS = {
     "int8": Int8WeightOnlyConfig(),
-    "int8, with zero points": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(32)),
+    "int8, with zero points": IntxWeightOnlyConfig(
+        weight_dtype=torch.int8, granularity=PerGroup(32)
+    ),
     "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16)),
 }
 
 
-def quantised(kind: str = "llama", bits: str = "int8", *, seed: int = 0, **changes: Any) -> Any:
+def quantised(
+    kind: str = "llama", bits: str = "int8", *, seed: int = 0, **changes: Any
+) -> Any:
     model = build(kind, seed, **changes).requires_grad_(False)
     torchao.quantize_(model, BITS[bits])
     return model
@@ -35,13 +42,19 @@ def quantised(kind: str = "llama", bits: str = "int8", *, seed: int = 0, **chang
 
 def adapted(model: Any, target_modules: Any = "all-linear") -> Any:
     torch.manual_seed(1)
-    return stir(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=target_modules)))
+    return stir(
+        get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=target_modules)
+        )
+    )
 
 
 def trained(found: Any) -> Any:
     """A loss and its gradients, without the parts that only a split model has."""
     loss, gradients = found
-    return loss, {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return loss, {
+        name: gradient for name, gradient in gradients.items() if gradient is not None
+    }
 
 
 def ring_step(mesh: DeviceMesh, kind: str, bits: str, options: dict[str, Any]) -> Any:
@@ -58,21 +71,36 @@ BLOCKS = {"feedforward_chunk_tokens": 5, "loss_chunk_tokens": 7, "norm_chunk_tok
     [
         ("qwen3", "int8, with zero points", 2, 1, {"checkpoint": "none"}),
         ("gemma2", "int4", 2, 1, {"checkpoint": "full"}),
-        ("llama", "int4", 3, 1, BLOCKS),  # which divide neither the rows of a weight nor its scales
+        # which divide neither the rows of a weight nor its scales
+        (
+            "llama",
+            "int4",
+            3,
+            1,
+            BLOCKS,
+        ),
         ("llama-tied", "int8", 4, 2, {}),
         ("mistral-window", "int8", 2, 1, {"offload": "activations"}),
     ],
 )
-def test_adapters_of_packed_weights_train_as_on_one_process(pool, kind, bits, ranks, replicate, options):
+def test_adapters_of_packed_weights_train_as_on_one_process(
+    pool, kind, bits, ranks, replicate, options
+):
     expected = trained(step(adapted(quantised(kind, bits))))
     assert len(expected[1]) > 20
-    check(pool.run(ring_step, ranks, kind, bits, options, replicate=replicate), expected, LIMITS)
+    check(
+        pool.run(ring_step, ranks, kind, bits, options, replicate=replicate),
+        expected,
+        LIMITS,
+    )
 
 
 def from_folder(folder: Path) -> Any:
     torch.manual_seed(4)
     config = TorchAoConfig(Int8WeightOnlyConfig())
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", quantization_config=config)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa", quantization_config=config
+    )
 
 
 def trained_itself() -> Any:
@@ -83,7 +111,9 @@ def trained_itself() -> Any:
 
 def by_the_whole_batch() -> Any:
     model = build("llama").requires_grad_(False)
-    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))
+    torchao.quantize_(
+        model, torchao.Int8DynamicActivationInt8WeightConfig(granularity=PerTensor())
+    )
     return model
 
 
@@ -94,11 +124,31 @@ def refused(mesh: DeviceMesh, make: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "tp", "options", "message"),
     [
-        (trained_itself, 1, {}, r"layers.0.mlp.up_proj.weight is packed \(a Int8Tensor\) and would be trained; freeze"),
-        (by_the_whole_batch, 1, {}, r"q_proj, quantised with its activations, mixes tokens.*PerRow"),
+        (
+            trained_itself,
+            1,
+            {},
+            r"layers.0.mlp.up_proj.weight is packed \(a Int8Tensor\) and would be trained; freeze",
+        ),
+        (
+            by_the_whole_batch,
+            1,
+            {},
+            r"q_proj, quantised with its activations, mixes tokens.*PerRow",
+        ),
         (quantised, 2, {}, r"q_proj is packed \(a Int8Tensor\); use tp=1"),
-        (quantised, 1, {"compute_dtype": torch.bfloat16}, "compute_dtype=torch.bfloat16: .* load the model in that"),
-        (quantised, 1, {"loss_chunk_vocabulary": 9}, "loss_chunk_vocabulary=9 needs a head that is its weight alone"),
+        (
+            quantised,
+            1,
+            {"compute_dtype": torch.bfloat16},
+            "compute_dtype=torch.bfloat16: .* load the model in that",
+        ),
+        (
+            quantised,
+            1,
+            {"loss_chunk_vocabulary": 9},
+            "loss_chunk_vocabulary=9 needs a head that is its weight alone",
+        ),
     ],
     ids=["trained", "activations", "tp", "compute dtype", "vocabulary"],
 )
@@ -108,7 +158,9 @@ def test_what_packed_weights_cannot_do_raises(pool, make, tp, options, message):
 
 def is_refused(outcomes: list[Any], message: str) -> None:
     for outcome in outcomes:
-        assert isinstance(outcome, UnsupportedError) and re.search(message, str(outcome))
+        assert isinstance(outcome, UnsupportedError) and re.search(
+            message, str(outcome)
+        )
 
 
 def saved_whole(mesh: DeviceMesh, folder: Path) -> None:
@@ -125,9 +177,15 @@ def read_in_parts(mesh: DeviceMesh, folder: Path) -> None:
 
 
 def test_folders_of_packed_weights_are_not_made_in_parts(pool, tmp_path):
-    is_refused(pool.outcomes(saved_whole, 2, tmp_path / "whole"), "LlamaForCausalLM has packed weights, .*; save its a")
+    is_refused(
+        pool.outcomes(saved_whole, 2, tmp_path / "whole"),
+        "LlamaForCausalLM has packed weights, .*; save its a",
+    )
     assert not (tmp_path / "whole").exists()
     build("llama").save_pretrained(tmp_path / "base")
     is_refused(pool.outcomes(read_in_parts, 2, tmp_path / "base"), "quantise")
     from_folder(tmp_path / "base").save_pretrained(tmp_path / "packed")
-    is_refused(pool.outcomes(read_in_parts, 2, tmp_path / "packed"), r"quantised \(torchao\), .*; open it with from_pr")
+    is_refused(
+        pool.outcomes(read_in_parts, 2, tmp_path / "packed"),
+        r"quantised \(torchao\), .*; open it with from_pr",
+    )

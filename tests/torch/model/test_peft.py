@@ -42,13 +42,26 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied head": ("llama-tied", {"target_modules": ["lm_head"]}),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
     "both ends": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
-    "saved ends": ("llama", {"target_modules": PROJECTIONS, "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "saved ends": (
+        "llama",
+        {"target_modules": PROJECTIONS, "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
     "saved tied ends": (
         "llama-tied",
-        {"target_modules": PROJECTIONS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {
+            "target_modules": PROJECTIONS,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
     ),
-    "tokens": ("llama", {"target_modules": PROJECTIONS, "trainable_token_indices": [1, 5, 96]}),
-    "tied tokens": ("llama-tied", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5, 96]}),
+    "tokens": (
+        "llama",
+        {"target_modules": PROJECTIONS, "trainable_token_indices": [1, 5, 96]},
+    ),
+    "tied tokens": (
+        "llama-tied",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5, 96]},
+    ),
     "dora": ("llama", {"target_modules": [*PROJECTIONS, "lm_head"], "use_dora": True}),
     "bias": ("llama-tied", {"target_modules": PROJECTIONS, "bias": "all"}),
     "gemma": ("gemma2", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
@@ -73,13 +86,18 @@ def stir(model: Any) -> Any:
     return model
 
 
-def ring_step(mesh: DeviceMesh, kind: str, adapter: dict[str, Any], options: dict[str, Any]) -> Any:
+def ring_step(
+    mesh: DeviceMesh, kind: str, adapter: dict[str, Any], options: dict[str, Any]
+) -> Any:
     model = adapt(kind, adapter)
     assert rs.parallelize(model, mesh, **options) is model
     return step(model, mesh)
 
 
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 
 
 def two_steps(mesh: DeviceMesh | None) -> Any:
@@ -104,18 +122,32 @@ def test_adapted_parameters_train_as_on_one_process(pool):
 MORE = "attention", "head", "embedding", "both ends", "tied tokens", "routed"
 
 
-@pytest.mark.parametrize("name", [*(name for name in ADAPTERS if name not in MORE), *long(*MORE)])
+@pytest.mark.parametrize(
+    "name", [*(name for name in ADAPTERS if name not in MORE), *long(*MORE)]
+)
 def test_an_adapted_model_trains_as_on_one_process(pool, name):
     kind, adapter = ADAPTERS[name]
     expected = step(adapt(kind, adapter))
-    assert any(g is not None for g in expected[1].values()) and any(g is None for g in expected[1].values())
-    check(pool.run(ring_step, 2, kind, adapter, {"loss_chunk_tokens": 7}), expected, LIMITS)
+    assert any(g is not None for g in expected[1].values()) and any(
+        g is None for g in expected[1].values()
+    )
+    check(
+        pool.run(ring_step, 2, kind, adapter, {"loss_chunk_tokens": 7}),
+        expected,
+        LIMITS,
+    )
 
 
 def saved(mesh: DeviceMesh, base: Path, folder: Path, adapter: dict[str, Any]) -> Any:
-    model = stir(get_peft_model(from_folder(base), LoraConfig(task_type="CAUSAL_LM", r=4, **adapter)))
+    model = stir(
+        get_peft_model(
+            from_folder(base), LoraConfig(task_type="CAUSAL_LM", r=4, **adapter)
+        )
+    )
     rs.parallelize(model, mesh)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
     step(model, mesh)
     optimizer.step()
     gathered: list[int] = []
@@ -127,7 +159,9 @@ def saved(mesh: DeviceMesh, base: Path, folder: Path, adapter: dict[str, Any]) -
     plain = DTensor.full_tensor
     with mock.patch.object(DTensor, "full_tensor", full):
         model.save_pretrained(folder)
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}, sum(gathered)
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}, sum(
+        gathered
+    )
 
 
 def from_folder(folder: Path) -> Any:
@@ -137,15 +171,23 @@ def from_folder(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("name", ["head", "saved ends", "dora", *long("attention", "tied tokens")])
+@pytest.mark.parametrize(
+    "name", ["head", "saved ends", "dora", *long("attention", "tied tokens")]
+)
 def test_peft_opens_the_folder_with_equal_weights(pool, tmp_path, name):
     kind, adapter = ADAPTERS[name]
     build(kind).save_pretrained(tmp_path / "base")
-    (weights, gathered), _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter", adapter)
+    (weights, gathered), _ = pool.run(
+        saved, 2, tmp_path / "base", tmp_path / "adapter", adapter
+    )
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert gathered == sum(map(torch.numel, written.values())), "what is not written is gathered nowhere"
+    assert gathered == sum(map(torch.numel, written.values())), (
+        "what is not written is gathered nowhere"
+    )
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
-    loaded: Any = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path / "adapter")
+    loaded: Any = PeftModel.from_pretrained(
+        from_folder(tmp_path / "base"), tmp_path / "adapter"
+    )
     auto: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     for model in (loaded, auto):
         opened = dict(model.named_parameters())
@@ -180,7 +222,9 @@ def switched(model: Any, mesh: DeviceMesh | None = None) -> list[Any]:
     ids = tokens(1, 37)
     batch = {"input_ids": ids, "labels": ids}
     with model.disable_adapter(), torch.no_grad():
-        results.append((model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss, {}))
+        results.append(
+            (model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss, {})
+        )
     for name in (None, None, "second", "default", None):
         if name:
             model.set_adapter(name)
@@ -190,7 +234,8 @@ def switched(model: Any, mesh: DeviceMesh | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("first", "options", "bound"), [(True, {}, 1e-5), (False, {"compute_dtype": torch.bfloat16}, 5e-2)]
+    ("first", "options", "bound"),
+    [(True, {}, 1e-5), (False, {"compute_dtype": torch.bfloat16}, 5e-2)],
 )
 def test_adapters_are_switched_on_and_off(pool, first, options, bound):
     """A first pass without any of them must not decide for all that follow."""
@@ -203,7 +248,9 @@ def test_adapters_are_switched_on_and_off(pool, first, options, bound):
 def ia3(mesh: DeviceMesh | None = None) -> Any:
     torch.manual_seed(1)
     config = IA3Config(
-        task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+        task_type="CAUSAL_LM",
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
     )
     model = stir(get_peft_model(build("llama"), config))
     if mesh:
@@ -222,11 +269,19 @@ def half_step(mesh: DeviceMesh, autocast: bool) -> Any:
 
 def halves(autocast: bool) -> Any:
     torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
-    return stir(get_peft_model(build("llama").bfloat16(), config, autocast_adapter_dtype=autocast))
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]
+    )
+    return stir(
+        get_peft_model(
+            build("llama").bfloat16(), config, autocast_adapter_dtype=autocast
+        )
+    )
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["float32 adapters", "bfloat16 adapters"])
+@pytest.mark.parametrize(
+    "autocast", [True, False], ids=["float32 adapters", "bfloat16 adapters"]
+)
 def test_a_bfloat16_model_with_adapters_trains(pool, autocast):
     expected = step(halves(autocast))
     for result, types in pool.run(half_step, 2, autocast):
@@ -237,16 +292,32 @@ def test_a_bfloat16_model_with_adapters_trains(pool, autocast):
 def refused(mesh: DeviceMesh, how: str) -> None:
     configs: dict[str, Any] = {
         "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        "adalora": AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10),
-        "alora": LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3]),
+        "adalora": AdaLoraConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10
+        ),
+        "alora": LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules=["q_proj"],
+            alora_invocation_tokens=[3],
+        ),
     }
     plain = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     if how == "tied":
-        rs.parallelize(adapt("llama-tied", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}), mesh)
+        rs.parallelize(
+            adapt(
+                "llama-tied",
+                {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            ),
+            mesh,
+        )
     if how == "types":
-        config = LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], modules_to_save=["norm"])
+        config = LoraConfig(
+            task_type="CAUSAL_LM", target_modules=["lm_head"], modules_to_save=["norm"]
+        )
         rs.parallelize(get_peft_model(build("llama").bfloat16(), config), mesh)
-    model = rs.parallelize(get_peft_model(build("llama"), configs.get(how, plain)), mesh)
+    model = rs.parallelize(
+        get_peft_model(build("llama"), configs.get(how, plain)), mesh
+    )
     match how:
         case "add_adapter":
             model.add_adapter("other", plain)
@@ -261,7 +332,9 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         case "convert":
             model.save_pretrained("nowhere", True, None, "auto", True, "elsewhere")
         case "labels":
-            model(**rs.shard_batch({"input_ids": tokens(1, 8)}, mesh), labels=tokens(1, 8))
+            model(
+                **rs.shard_batch({"input_ids": tokens(1, 8)}, mesh), labels=tokens(1, 8)
+            )
         case name:
             getattr(model, name)()
 
@@ -283,7 +356,10 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         ("twice", "on a ring already"),
         ("inner twice", "on a ring already"),
         ("convert", "path_initial_model_for_weight_conversion"),
-        ("labels", "labels is not supported on a ring; make the batch with rs.shard_batch"),
+        (
+            "labels",
+            "labels is not supported on a ring; make the batch with rs.shard_batch",
+        ),
     ],
 )
 def test_unsupported_uses_of_an_adapted_model_raise(pool, how, message):
@@ -297,7 +373,9 @@ def counted(mesh: DeviceMesh) -> Any:
 
 
 def test_trainable_parameters_are_those_of_the_whole_model(pool):
-    expected = adapt("llama", {"target_modules": PROJECTIONS}).get_nb_trainable_parameters()
+    expected = adapt(
+        "llama", {"target_modules": PROJECTIONS}
+    ).get_nb_trainable_parameters()
     assert pool.run(counted, 2) == [expected] * 2
 
 
@@ -325,7 +403,9 @@ def test_an_adapter_of_transformers_trains_and_is_written(pool, tmp_path):
         check([result], expected, LIMITS)
         opened: Any = PeftModel.from_pretrained(build("llama"), tmp_path)
         for name, parameter in opened.named_parameters():
-            assert torch.equal(parameter, weights[name.removeprefix("base_model.model.")]), name
+            assert torch.equal(
+                parameter, weights[name.removeprefix("base_model.model.")]
+            ), name
 
 
 EVEN = {"vocab_size": 98}
@@ -339,7 +419,9 @@ def split_step(mesh: DeviceMesh, adapter: dict[str, Any], folder: Path) -> Any:
     return result
 
 
-@pytest.mark.parametrize("targets", [["q_proj"], ["o_proj", "k_proj"], "all-linear"], ids=str)
+@pytest.mark.parametrize(
+    "targets", [["q_proj"], ["o_proj", "k_proj"], "all-linear"], ids=str
+)
 def test_adapters_of_split_projections_train_as_on_one_process(pool, tmp_path, targets):
     """With biases, on the base layer and on the adapter's second matrix."""
     adapter = {"target_modules": targets, "lora_bias": targets == "all-linear"}
@@ -356,8 +438,14 @@ def test_adapters_of_split_projections_train_as_on_one_process(pool, tmp_path, t
     [
         ({"target_modules": ["q_proj"], "use_dora": True}, "DoraLinearVariant"),
         ({"target_modules": ["lm_head"]}, "lm_head is a peft.tuners.lora.layer.Linear"),
-        ({"target_modules": ["embed_tokens"]}, "embed_tokens is a peft.tuners.lora.layer.Embedding"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [3]}, "TrainableTokensWrapper"),
+        (
+            {"target_modules": ["embed_tokens"]},
+            "embed_tokens is a peft.tuners.lora.layer.Embedding",
+        ),
+        (
+            {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
+            "TrainableTokensWrapper",
+        ),
         ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "dropout 0.1"),
     ],
 )
@@ -385,29 +473,48 @@ def test_every_rank_learns_that_an_adapter_could_not_be_written(pool, tmp_path):
     first, *others = pool.outcomes(unwritable, 4, path, replicate=2)
     assert isinstance(first, ValueError) and "should be a directory" in str(first)
     for outcome in others:
-        assert isinstance(outcome, rs.PeerMismatch) and "should be a directory" in str(outcome)
+        assert isinstance(outcome, rs.PeerMismatch) and "should be a directory" in str(
+            outcome
+        )
 
 
 def with_kept_head(base: torch.dtype, head: torch.dtype, exact: bool) -> Any:
     """A model whose head is trained in another dtype than it computes in; ``exact``: in float64 of the same numbers."""
     torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model: Any = stir(get_peft_model(build("llama").to(base), config, autocast_adapter_dtype=False))
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head"],
+    )
+    model: Any = stir(
+        get_peft_model(build("llama").to(base), config, autocast_adapter_dtype=False)
+    )
     copy = model.get_output_embeddings().modules_to_save["default"].to(head)
     assert copy.weight.dtype != base
     return model.double() if exact else model
 
 
-def kept_step(mesh: DeviceMesh, base: torch.dtype, head: torch.dtype, casts: bool) -> Any:
-    model = rs.parallelize(with_kept_head(base, head, exact=False), mesh, loss_chunk_tokens=7)
+def kept_step(
+    mesh: DeviceMesh, base: torch.dtype, head: torch.dtype, casts: bool
+) -> Any:
+    model = rs.parallelize(
+        with_kept_head(base, head, exact=False), mesh, loss_chunk_tokens=7
+    )
     ids = tokens(1, 37)
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
         loss = model(**batch).loss
         loss.backward()
         scores = rs.token_logprobs(model, batch).sum().detach()
-        logits = model(**{name: x for name, x in batch.items() if name != "shift_labels"}).logits
-    gradient = next(p.grad for name, p in model.named_parameters() if "lm_head.modules_to_save" in name)
+        logits = model(
+            **{name: x for name, x in batch.items() if name != "shift_labels"}
+        ).logits
+    gradient = next(
+        p.grad
+        for name, p in model.named_parameters()
+        if "lm_head.modules_to_save" in name
+    )
     return loss.detach(), whole(gradient).double(), scores, logits.isfinite().all()
 
 
@@ -419,12 +526,18 @@ def kept_step(mesh: DeviceMesh, base: torch.dtype, head: torch.dtype, casts: boo
         (torch.float32, torch.bfloat16, True, 1e-2),
     ],
 )
-def test_a_head_is_trained_in_another_dtype_than_the_layers(pool, base, head, casts, bound):
+def test_a_head_is_trained_in_another_dtype_than_the_layers(
+    pool, base, head, casts, bound
+):
     model, ids = with_kept_head(base, head, exact=True), tokens(1, 37)
     loss = cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
     loss.backward()
     expected = model.get_output_embeddings().modules_to_save["default"].weight.grad
     for found, gradient, scores, is_finite in pool.run(kept_step, 2, base, head, casts):
-        assert relative(found, loss.detach()) < bound and relative(scores, -36 * loss.detach()) < bound
-        assert relative(gradient, expected) < max(4e-3, 4 * bound)  # as wide as the narrower of the two
+        assert (
+            relative(found, loss.detach()) < bound
+            and relative(scores, -36 * loss.detach()) < bound
+        )
+        # as wide as the narrower of the two
+        assert relative(gradient, expected) < max(4e-3, 4 * bound)
         assert is_finite

@@ -99,7 +99,9 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str) -> list[float]:
 )
 def test_what_comes_between_steps_changes_nothing(pool, how, when):
     ids = tokens(1, 37)
-    expected = losses(build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never")
+    expected = losses(
+        build("llama"), {"input_ids": ids, "labels": ids}, "nothing", "never"
+    )
     for found in pool.run(losses_on_ring, 2, how, when):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -115,15 +117,22 @@ def write_a_copy(mesh: DeviceMesh) -> None:
 
 def test_a_weight_that_is_changed_while_it_is_a_copy_is_named(pool):
     for outcome in pool.outcomes(write_a_copy, 2):
-        assert isinstance(outcome, rs.UnsupportedError) and "norm.weight was changed between" in str(outcome)
+        assert isinstance(
+            outcome, rs.UnsupportedError
+        ) and "norm.weight was changed between" in str(outcome)
 
 
 def penalise(mesh: DeviceMesh | None) -> Any:
     """A penalty on weights that a ring gathers for the whole pass and for a layer, by their names, after the pass."""
-    model: Any = build("llama") if mesh is None else rs.parallelize(build("llama"), mesh)
+    model: Any = (
+        build("llama") if mesh is None else rs.parallelize(build("llama"), mesh)
+    )
     batch = {"input_ids": (ids := tokens(1, 37)), "labels": ids}
     loss = model(**(batch if mesh is None else rs.shard_batch(batch, mesh))).loss
-    loss = loss + 0.01 * sum(w.square().sum() for w in (model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight))
+    loss = loss + 0.01 * sum(
+        w.square().sum()
+        for w in (model.lm_head.weight, model.model.layers[0].mlp.up_proj.weight)
+    )
     loss.backward()
     return whole(loss.detach()).item(), whole_gradients(model)
 
@@ -148,9 +157,15 @@ def call_parts(mesh: DeviceMesh) -> list[str]:
                 model.get_submodule(name)(ids)
             said.append(str(error.value))
         part = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
-        with pytest.raises(rs.UnsupportedError, match=r"forward was called by itself: call model\(\*\*batch\)"):
+        with pytest.raises(
+            rs.UnsupportedError,
+            match=r"forward was called by itself: call model\(\*\*batch\)",
+        ):
             model.forward(**part)
-        with pytest.raises(rs.UnsupportedError, match="num_items_in_batch is 0, and the batch has 15 targets"):
+        with pytest.raises(
+            rs.UnsupportedError,
+            match="num_items_in_batch is 0, and the batch has 15 targets",
+        ):
             model(**part, num_items_in_batch=0)
         model(**part)
     return said
@@ -158,12 +173,25 @@ def call_parts(mesh: DeviceMesh) -> list[str]:
 
 def test_a_part_that_is_called_by_itself_names_the_remedy(pool):
     for said in pool.run(call_parts, 2):
-        kinds = ["LlamaModel", "Embedding", "LlamaRMSNorm", "LlamaDecoderLayer", "Linear"]
-        assert [line.partition(" was called by itself")[0] for line in said] == kinds * 2
-        assert all("from the logits of model(**batch)" in line and "full_tensor()" in line for line in said)
+        kinds = [
+            "LlamaModel",
+            "Embedding",
+            "LlamaRMSNorm",
+            "LlamaDecoderLayer",
+            "Linear",
+        ]
+        assert [
+            line.partition(" was called by itself")[0] for line in said
+        ] == kinds * 2
+        assert all(
+            "from the logits of model(**batch)" in line and "full_tensor()" in line
+            for line in said
+        )
 
 
-def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[str, torch.Tensor]:
+def load(
+    mesh: DeviceMesh | None, kind: str, what: str, assign: bool
+) -> dict[str, torch.Tensor]:
     """The weights after those of a file were loaded and a step was made."""
     model = build(kind)
     if mesh is not None:
@@ -173,7 +201,9 @@ def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[st
     part = batch if mesh is None else rs.shard_batch(batch, mesh)
     model(**part)  # and no backward pass
     module = model.get_submodule(what)
-    module.load_state_dict(build(kind, seed=7).get_submodule(what).state_dict(), assign=assign)
+    module.load_state_dict(
+        build(kind, seed=7).get_submodule(what).state_dict(), assign=assign
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**part).loss.backward()
     optimizer.step()
@@ -182,9 +212,15 @@ def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[st
 
 @pytest.mark.parametrize(
     ("kind", "what", "assign", "ranks", "tp"),
-    [("llama", "model.layers.1", True, 3, 1), ("llama-tied", "", True, 4, 2), ("llama-tied", "", False, 3, 1)],
+    [
+        ("llama", "model.layers.1", True, 3, 1),
+        ("llama-tied", "", True, 4, 2),
+        ("llama-tied", "", False, 3, 1),
+    ],
 )
-def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign, ranks, tp):
+def test_weights_of_a_file_are_loaded_as_on_one_process(
+    pool, kind, what, assign, ranks, tp
+):
     expected = load(None, kind, what, False)
     for weights in pool.run(load, ranks, kind, what, assign, tp=tp):
         close_by_name(weights, expected)
@@ -192,11 +228,15 @@ def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign
 
 def test_weights_of_another_shape_are_named(pool):
     for outcome in pool.outcomes(load_another, 2):
-        assert isinstance(outcome, RuntimeError) and "size mismatch for lm_head.weight" in str(outcome)
+        assert isinstance(
+            outcome, RuntimeError
+        ) and "size mismatch for lm_head.weight" in str(outcome)
 
 
 def load_another(mesh: DeviceMesh) -> None:
-    rs.parallelize(build("llama"), mesh).load_state_dict(build("llama", vocab_size=101).state_dict())
+    rs.parallelize(build("llama"), mesh).load_state_dict(
+        build("llama", vocab_size=101).state_dict()
+    )
 
 
 def train_nothing(mesh: DeviceMesh, when: str, checkpoint: Any) -> None:
@@ -210,7 +250,12 @@ def train_nothing(mesh: DeviceMesh, when: str, checkpoint: Any) -> None:
     model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)).loss.backward()
 
 
-@pytest.mark.parametrize(("when", "checkpoint"), [("before", "attention"), ("after", "none"), ("after", "full")])
+@pytest.mark.parametrize(
+    ("when", "checkpoint"),
+    [("before", "attention"), ("after", "none"), ("after", "full")],
+)
 def test_a_frozen_model_has_no_backward_pass(pool, when, checkpoint):
     for outcome in pool.outcomes(train_nothing, 2, when, checkpoint):
-        assert isinstance(outcome, RuntimeError) and "does not require grad" in str(outcome)
+        assert isinstance(outcome, RuntimeError) and "does not require grad" in str(
+            outcome
+        )

@@ -11,15 +11,25 @@ from tests.cases import long
 from tests.torch.multimodal.models import batch_of, build
 from tests.torch.multimodal.test_training import IN_A_ROW, MANY, NONE, VIDEO
 
-SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "output_logits": True,
+}
 SETTINGS |= {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 2}
 
 
 def prompt(kind: str, examples: Any, dtype: torch.dtype = torch.float64) -> Any:
-    return {name: value for name, value in batch_of(kind, examples, dtype=dtype).items() if name != "labels"}
+    return {
+        name: value
+        for name, value in batch_of(kind, examples, dtype=dtype).items()
+        if name != "labels"
+    }
 
 
-def asked(mesh: DeviceMesh, kind: str, examples: Any, chunk: int, dtype: torch.dtype) -> Any:
+def asked(
+    mesh: DeviceMesh, kind: str, examples: Any, chunk: int, dtype: torch.dtype
+) -> Any:
     model: Any = rs.parallelize(build(kind, dtype=dtype), mesh).eval()
     type(model).ring_prefill_tokens = chunk
     out = model.generate(**prompt(kind, examples, dtype), **SETTINGS)
@@ -45,13 +55,25 @@ def asked(mesh: DeviceMesh, kind: str, examples: Any, chunk: int, dtype: torch.d
         ),
     ],
 )
-def test_a_prompt_with_images_gives_the_tokens_of_one_process(pool, kind, ranks, examples, chunk):
-    dtype = torch.float32 if kind == "qwen3_5" else torch.float64  # whose states are not computed in float64
+def test_a_prompt_with_images_gives_the_tokens_of_one_process(
+    pool, kind, ranks, examples, chunk
+):
+    # whose states are not computed in float64
+    dtype = torch.float32 if kind == "qwen3_5" else torch.float64
     bound = 1e-5 if dtype == torch.float32 else 1e-9
-    expected = build(kind, dtype=dtype).eval().generate(**prompt(kind, examples, dtype), **SETTINGS)
+    expected = (
+        build(kind, dtype=dtype)
+        .eval()
+        .generate(**prompt(kind, examples, dtype), **SETTINGS)
+    )
     for sequences, logits in pool.run(asked, ranks, kind, examples, chunk, dtype):
         assert torch.equal(sequences, expected.sequences)
-        assert torch.allclose(logits, torch.stack(expected.logits), rtol=0, atol=bound * float(logits.abs().max()))
+        assert torch.allclose(
+            logits,
+            torch.stack(expected.logits),
+            rtol=0,
+            atol=bound * float(logits.abs().max()),
+        )
 
 
 BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
@@ -65,7 +87,12 @@ def asked_with(mesh: DeviceMesh, kind: str, batch: Any, options: Any) -> Any:
 def padded_left(kind: str, examples: Any, dtype: torch.dtype = torch.float64) -> Any:
     batch = prompt(kind, examples, dtype)
     counts = batch["attention_mask"].sum(1).tolist()
-    for name in {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"} & set(batch):
+    for name in {
+        "input_ids",
+        "attention_mask",
+        "mm_token_type_ids",
+        "token_type_ids",
+    } & set(batch):
         rows = zip(batch[name], counts, strict=True)
         batch[name] = torch.stack([row.roll(len(row) - count) for row, count in rows])
     return batch
@@ -81,7 +108,8 @@ def test_every_beam_sees_the_images_of_its_own_prompt(pool, kind):
 
 def test_guessed_tokens_come_behind_the_images(pool):
     batch = prompt("llava", [[7, "i", 5]])
-    batch["input_ids"][0, -2:] = batch["input_ids"][0, :2]  # behind which the text goes on as it began
+    # behind which the text goes on as it began
+    batch["input_ids"][0, -2:] = batch["input_ids"][0, :2]
     options = {"prompt_lookup_num_tokens": 2}
     expected = build("llava").eval().generate(**batch, **SETTINGS | options).sequences
     for found in pool.run(asked_with, 2, "llava", batch, options):
@@ -96,4 +124,7 @@ def without_pixels(mesh: DeviceMesh) -> None:
 def test_tokens_for_images_without_images_are_refused(pool):
     for outcome in pool.outcomes(without_pixels, 2):
         assert isinstance(outcome, rs.UnsupportedError)
-        assert "example 0 of the batch has tokens for images (id 95), and no pixel_values" in str(outcome)
+        assert (
+            "example 0 of the batch has tokens for images (id 95), and no pixel_values"
+            in str(outcome)
+        )

@@ -16,7 +16,11 @@ SIDE = 4
 
 def video(kind: str, frames: int) -> dict[str, Tensor]:
     per_frame = SIDE**2 // 4
-    runs = [[VIDEO] * per_frame + [3]] * frames if kind == "qwen3_vl" else [[VIDEO] * per_frame * frames]
+    runs = (
+        [[VIDEO] * per_frame + [3]] * frames
+        if kind == "qwen3_vl"
+        else [[VIDEO] * per_frame * frames]
+    )
     ids = torch.tensor([[4, 5, *(token for run in runs for token in run), 6, 7]])
     return {
         "input_ids": ids,
@@ -43,7 +47,8 @@ def saved_bytes(mesh: DeviceMesh, kind: str, frames: int) -> int:
     def note(x: Tensor) -> Tensor:
         is_weight = isinstance(x if x._base is None else x._base, nn.Parameter)
         if is_inside and not is_weight:
-            kept.setdefault(x.data_ptr(), x)  # a share of the pixels is a view of all of them
+            # a share of the pixels is a view of all of them
+            kept.setdefault(x.data_ptr(), x)
         return x
 
     model.model.visual.register_forward_pre_hook(enter)

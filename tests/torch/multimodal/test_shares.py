@@ -32,9 +32,19 @@ def test_equal_units_differ_by_one_at_most():
 
 @st.composite
 def problems(draw):
-    layout = Layout(draw(st.sampled_from(("zigzag", "striped", "contiguous"))), draw(st.integers(1, 40)), 3)
+    layout = Layout(
+        draw(st.sampled_from(("zigzag", "striped", "contiguous"))),
+        draw(st.integers(1, 40)),
+        3,
+    )
     batch = draw(st.integers(1, 3))
-    flags = draw(st.lists(st.booleans(), min_size=batch * layout.length, max_size=batch * layout.length))
+    flags = draw(
+        st.lists(
+            st.booleans(),
+            min_size=batch * layout.length,
+            max_size=batch * layout.length,
+        )
+    )
     places = np.argwhere(np.array(flags).reshape(batch, layout.length))
     cuts = sorted(draw(st.tuples(*[st.integers(0, len(places))] * 2)))
     made = [cuts[0], cuts[1] - cuts[0], len(places) - cuts[1]]
@@ -47,13 +57,20 @@ def test_every_embedding_comes_to_its_token(problem):
     layout, batch, places, made = problem
     plans = [make_plan(places, BatchLayout((layout,)), rank, made) for rank in range(3)]
     firsts = np.cumsum([0, *made])
-    sent = [(torch.arange(firsts[rank], firsts[rank + 1]))[plans[rank].sent] for rank in range(3)]
-    pieces = [each.split(plan.send_counts) for each, plan in zip(sent, plans, strict=True)]
+    sent = [
+        (torch.arange(firsts[rank], firsts[rank + 1]))[plans[rank].sent]
+        for rank in range(3)
+    ]
+    pieces = [
+        each.split(plan.send_counts) for each, plan in zip(sent, plans, strict=True)
+    ]
     whole = np.full((batch, layout.padded_length), -1)
     whole[places[:, 0], places[:, 1]] = np.arange(len(places))
     for rank in range(3):
         arrived = torch.cat([pieces[owner][rank] for owner in range(3)])
-        assert [len(pieces[owner][rank]) for owner in range(3)] == plans[rank].receive_counts
+        assert [len(pieces[owner][rank]) for owner in range(3)] == plans[
+            rank
+        ].receive_counts
         local = whole[:, layout.positions(rank)]
         assert arrived[plans[rank].order].tolist() == local[local >= 0].tolist()
 
@@ -66,16 +83,26 @@ VIDEOS: list[Example] = [[3, "v", 2], [1, "v", 4]]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tower_treats_each_unit_by_itself(kind):
     """So none of them needs a ring: a video is cut between any two frames."""
-    dtype = torch.float32 if "llama4" in kind or "qwen3_5" in kind or "moe" in kind else torch.float64
+    dtype = (
+        torch.float32
+        if "llama4" in kind or "qwen3_5" in kind or "moe" in kind
+        else torch.float64
+    )
     model = build(kind, dtype=dtype).eval()
     seen = kind_of(view_of(model))
     assert seen is not None
     for modality, examples in zip(seen.modalities, (THREE, VIDEOS), strict=False):
         inputs, cut = batch_of(kind, examples, dtype=dtype), modality.cut
         inner = inner_of(model)
-        method = partial(seen.features, inner) if seen.features else getattr(inner, f"get_{modality.name}_features")
+        method = (
+            partial(seen.features, inner)
+            if seen.features
+            else getattr(inner, f"get_{modality.name}_features")
+        )
 
-        def rows(units: range, cut=cut, inputs=inputs, method=method) -> list[torch.Tensor]:
+        def rows(
+            units: range, cut=cut, inputs=inputs, method=method
+        ) -> list[torch.Tensor]:
             with torch.no_grad():
                 output = method(**cut.take(inputs, units), return_dict=True)
             return cut.rows(output.pooler_output, inputs, units)
@@ -83,5 +110,9 @@ def test_a_tower_treats_each_unit_by_itself(kind):
         count = len(cut.costs(inputs))
         assert count >= 3
         whole = torch.cat(rows(range(count)))
-        alone = torch.cat([row for unit in range(count) for row in rows(range(unit, unit + 1))])
-        assert relative(alone, whole) < (1e-5 if dtype == torch.float32 or "gemma" in kind else 1e-9)
+        alone = torch.cat(
+            [row for unit in range(count) for row in rows(range(unit, unit + 1))]
+        )
+        assert relative(alone, whole) < (
+            1e-5 if dtype == torch.float32 or "gemma" in kind else 1e-9
+        )

@@ -14,7 +14,11 @@ from tests.torch.multimodal.models import batch_of, build
 
 def media(types: list[list[int]], real: list[list[int]] | None = None) -> Media:
     given = torch.tensor(types)
-    return Media(given, None if real is None else torch.tensor(real).bool(), {"token_type_ids": given})
+    return Media(
+        given,
+        None if real is None else torch.tensor(real).bool(),
+        {"token_type_ids": given},
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,17 +33,25 @@ def media(types: list[list[int]], real: list[list[int]] | None = None) -> Media:
     ],
 )
 def test_runs_of_a_type_are_found(types, lengths, found):
-    blocks = blocks_of(KINDS["gemma3"], media([types]), None if lengths is None else torch.tensor(lengths))
+    blocks = blocks_of(
+        KINDS["gemma3"],
+        media([types]),
+        None if lengths is None else torch.tensor(lengths),
+    )
     assert blocks == (None if found is None else [found])
 
 
 def test_padding_is_in_no_run():
-    assert blocks_of(KINDS["gemma3"], media([[1, 1, 1]], [[0, 1, 1]]), None) == [((1, 3),)]
+    assert blocks_of(KINDS["gemma3"], media([[1, 1, 1]], [[0, 1, 1]]), None) == [
+        ((1, 3),)
+    ]
 
 
 def test_no_token_stands_for_a_sound_where_the_config_names_none():
     model = SimpleNamespace(config=SimpleNamespace(audio_token_id=None))
-    assert not is_of(model, KINDS["voxtral"].modalities[0], torch.tensor([[0, 1]])).any()
+    assert not is_of(
+        model, KINDS["voxtral"].modalities[0], torch.tensor([[0, 1]])
+    ).any()
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -63,20 +75,35 @@ def test_blocks_see_their_later_tokens(window, lengths):
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_documents_count_their_own_positions(kind):
     """Each is what the model makes of it alone."""
-    first, second = batch_of(kind, [[3, "i", 2, "v", 5]]), batch_of(kind, [[1, "v", 4]], seed=2)
+    first, second = (
+        batch_of(kind, [[3, "i", 2, "v", 5]]),
+        batch_of(kind, [[1, "v", 4]], seed=2),
+    )
     model = build(kind)
 
     def of(batch):
-        inputs = {name: batch[name] for name in batch if name.endswith(("_thw", "_ts", "type_ids"))}
-        return grid_positions(model, KINDS[kind], Media(batch["input_ids"], None, inputs), None)
+        inputs = {
+            name: batch[name]
+            for name in batch
+            if name.endswith(("_thw", "_ts", "type_ids"))
+        }
+        return grid_positions(
+            model, KINDS[kind], Media(batch["input_ids"], None, inputs), None
+        )
 
     tokens = torch.cat((first["input_ids"], second["input_ids"]), 1)
     joined = {
         "image_grid_thw": first["image_grid_thw"],
-        "video_grid_thw": torch.cat((first["video_grid_thw"], second["video_grid_thw"])),
+        "video_grid_thw": torch.cat(
+            (first["video_grid_thw"], second["video_grid_thw"])
+        ),
     }
     if kind == "qwen2_5_vl":
-        joined["second_per_grid_ts"] = torch.cat((first["second_per_grid_ts"], second["second_per_grid_ts"]))
-    lengths = torch.tensor([[first["input_ids"].shape[1], second["input_ids"].shape[1]]])
+        joined["second_per_grid_ts"] = torch.cat(
+            (first["second_per_grid_ts"], second["second_per_grid_ts"])
+        )
+    lengths = torch.tensor(
+        [[first["input_ids"].shape[1], second["input_ids"].shape[1]]]
+    )
     found = grid_positions(model, KINDS[kind], Media(tokens, None, joined), lengths)
     assert torch.equal(found, torch.cat((of(first), of(second)), 2))

@@ -22,7 +22,13 @@ VIDEO: list[Example] = [[2, "v", 5, "i", 3]]
 VIDEOS: list[Example] = [[4, "v", 1, "v", 3], [2, "i", 6]]
 
 
-def ring_step(mesh: DeviceMesh, kind: str, examples: list[list[Example]], layout: BatchLayoutName, options: Any) -> Any:
+def ring_step(
+    mesh: DeviceMesh,
+    kind: str,
+    examples: list[list[Example]],
+    layout: BatchLayoutName,
+    options: Any,
+) -> Any:
     """A step of the batch that each replica has."""
     options = dict(options)
     dtype = options.pop("dtype", torch.float64)
@@ -32,7 +38,11 @@ def ring_step(mesh: DeviceMesh, kind: str, examples: list[list[Example]], layout
     out.loss.backward()
     gradients = whole_gradients(model)
     with torch.no_grad():
-        part = rs.shard_batch({name: value for name, value in batch.items() if name != "labels"}, mesh, layout=layout)
+        part = rs.shard_batch(
+            {name: value for name, value in batch.items() if name != "labels"},
+            mesh,
+            layout=layout,
+        )
         logits = model(**part).logits
     split = batch_layout(layout, batch["input_ids"].shape[1], mesh["ring"].size())
     logits = rs.unshard(logits, split, mesh["ring"].get_group(), 1)
@@ -44,14 +54,22 @@ def close(found: Any, expected: Any, bound: float, real: Tensor | None = None) -
     assert relative(found["loss"], expected["loss"]) < bound
     if real is not None:
         assert relative(found["logits"][real], expected["logits"][real]) < bound
-    total = sum(float(gradient.norm()) ** 2 for gradient in expected["gradients"].values() if gradient is not None)
+    total = sum(
+        float(gradient.norm()) ** 2
+        for gradient in expected["gradients"].values()
+        if gradient is not None
+    )
     for name, gradient in found["gradients"].items():
         truth = expected["gradients"][name]
         if gradient is None or truth is None:
             assert gradient is None and truth is None, name
             continue
         error = float((gradient.double() - truth.double()).norm())
-        assert error < bound * float(truth.norm()) + 1e-3 * bound * total**0.5, (name, error, float(truth.norm()))
+        assert error < bound * float(truth.norm()) + 1e-3 * bound * total**0.5, (
+            name,
+            error,
+            float(truth.norm()),
+        )
 
 
 CASES = [
@@ -88,64 +106,97 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "ranks", "examples", "layout", "options"), CASES)
-def test_the_ring_gives_the_loss_and_gradients_of_one_process(pool, kind, ranks, examples, layout, options):
+def test_the_ring_gives_the_loss_and_gradients_of_one_process(
+    pool, kind, ranks, examples, layout, options
+):
     dtype = options.get("dtype", torch.float64)
     batch = batch_of(kind, examples, dtype=dtype)
     expected = one_process(kind, batch, dtype)
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     bound = 1e-6 if "gemma" in kind else 1e-9  # Gemma's norms are computed in float32
-    bound = 1e-5 if dtype == torch.float32 else bound  # whose experts and states are not computed in float64
+    # whose experts and states are not computed in float64
+    bound = 1e-5 if dtype == torch.float32 else bound
     for found in pool.run(ring_step, ranks, kind, [examples], layout, options):
         close(found, expected, bound, real)
 
 
 @pytest.mark.parametrize(
     ("kind", "examples"),
-    [("llava", [MANY, NONE]), *long(("qwen2_5_vl", [VIDEOS, ONE]), ("llava_onevision", [NONE, VIDEO]))],
+    [
+        ("llava", [MANY, NONE]),
+        *long(("qwen2_5_vl", [VIDEOS, ONE]), ("llava_onevision", [NONE, VIDEO])),
+    ],
 )
 def test_replicas_without_images_train_the_towers_too(pool, kind, examples):
     """Their gradients are added up over replicas, whichever have images."""
-    counts = [int((batch_of(kind, each)["labels"][:, 1:] != -100).sum()) for each in examples]
+    counts = [
+        int((batch_of(kind, each)["labels"][:, 1:] != -100).sum()) for each in examples
+    ]
     parts = [one_process(kind, batch_of(kind, each)) for each in examples]
     shares = [count / sum(counts) for count in counts]
     names = parts[0]["gradients"]
 
     def total(name: str) -> Tensor | None:
-        given = [(part["gradients"][name], share) for part, share in zip(parts, shares, strict=True)]
+        given = [
+            (part["gradients"][name], share)
+            for part, share in zip(parts, shares, strict=True)
+        ]
         there = [gradient * share for gradient, share in given if gradient is not None]
         return torch.stack(there).sum(0) if there else None
 
     loss = sum(part["loss"] * share for part, share in zip(parts, shares, strict=True))
     expected = {"loss": loss, "gradients": {name: total(name) for name in names}}
     for found in pool.run(ring_step, 4, kind, examples, "zigzag", {}, replicate=2):
-        close(found, expected, 1e-6)  # norms are differentiated in float32, here of a part of the loss
+        # norms are differentiated in float32, here of a part of the loss
+        close(found, expected, 1e-6)
 
 
-def packed_step(mesh: DeviceMesh, kind: str, layout: BatchLayoutName, batch: Any) -> Any:
+def packed_step(
+    mesh: DeviceMesh, kind: str, layout: BatchLayoutName, batch: Any
+) -> Any:
     model = rs.parallelize(build(kind), mesh, layout=layout)
     out = model(**rs.shard_batch(batch, mesh, layout=layout))
     out.loss.backward()
     return {"loss": out.loss.detach(), "gradients": whole_gradients(model)}
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "balanced"), ("gemma3", "zigzag")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen2_5_vl", "balanced"), ("gemma3", "zigzag")]
+)
 def test_packed_documents_have_their_own_images(pool, kind, layout):
     """Two rows, of which the first packs two documents: each counts, and sees, as if it were alone."""
     documents: list[Example] = [[3, "i", 4], [5, "i", 2, "i", 2], [2, "i", 30]]
     alone = batch_of(kind, documents)
     lengths = [int(row.sum()) for row in alone["attention_mask"]]
     # Two rows of equal length: the third document is the second row, cut or padded to it.
-    rows = [torch.cat([alone["input_ids"][number, : lengths[number]] for number in (0, 1)])]
+    rows = [
+        torch.cat([alone["input_ids"][number, : lengths[number]] for number in (0, 1)])
+    ]
     rows.append(alone["input_ids"][2, : len(rows[0])])
     assert len(rows[1]) == len(rows[0]), "the documents fit"
-    targets = [alone["labels"][number, :length].clone() for number, length in enumerate(lengths)]
+    targets = [
+        alone["labels"][number, :length].clone()
+        for number, length in enumerate(lengths)
+    ]
     targets[1][0] = -100  # no document foretells the next one
     labels = torch.stack([torch.cat(targets[:2]), targets[2][: len(rows[0])]])
     positions = torch.stack(
-        [torch.cat([torch.arange(lengths[0]), torch.arange(lengths[1])]), torch.arange(len(rows[0]))]
+        [
+            torch.cat([torch.arange(lengths[0]), torch.arange(lengths[1])]),
+            torch.arange(len(rows[0])),
+        ]
     )
-    names = [name for name in alone if name not in ("input_ids", "labels", "attention_mask") and "type_ids" not in name]
-    batch = {"input_ids": torch.stack(rows), "labels": labels, "position_ids": positions}
+    names = [
+        name
+        for name in alone
+        if name not in ("input_ids", "labels", "attention_mask")
+        and "type_ids" not in name
+    ]
+    batch = {
+        "input_ids": torch.stack(rows),
+        "labels": labels,
+        "position_ids": positions,
+    }
     batch |= {name: alone[name] for name in names}
     if kind == "gemma3":
         batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()

@@ -22,8 +22,15 @@ LATER = torch.tensor([[7, 8, 9, 10]])
 
 def joined(*parts: Any) -> Any:
     """The text and the images of one sequence, in one piece."""
-    names = {name: 1 if name in ("input_ids", "mm_token_type_ids") else 0 for part in parts for name in part}
-    return {name: torch.cat([part[name] for part in parts if name in part], dim) for name, dim in names.items()}
+    names = {
+        name: 1 if name in ("input_ids", "mm_token_type_ids") else 0
+        for part in parts
+        for name in part
+    }
+    return {
+        name: torch.cat([part[name] for part in parts if name in part], dim)
+        for name, dim in names.items()
+    }
 
 
 def text(ids: Tensor) -> Any:
@@ -31,7 +38,10 @@ def text(ids: Tensor) -> Any:
 
 
 def parts_of(kind: str) -> list[Any]:
-    images = prompt(kind, [[3, "i", 2, "i", 5]]), {**batch_of(kind, [[2, "i", 3]], seed=9)}
+    images = (
+        prompt(kind, [[3, "i", 2, "i", 5]]),
+        {**batch_of(kind, [[2, "i", 3]], seed=9)},
+    )
     del images[1]["labels"]
     return [images[0], text(LATER), images[1], text(LATER + 9)]
 
@@ -43,7 +53,8 @@ def in_passes(mesh: DeviceMesh, kind: str) -> Tensor:
     with torch.no_grad():
         for part in parts_of(kind):
             found.append(model(**part, past_key_values=cache).logits)
-            model(**prompt(kind, [["i", 2]]), past_key_values=other)  # of which nothing stays
+            # of which nothing stays
+            model(**prompt(kind, [["i", 2]]), past_key_values=other)
             other.reset()
     return torch.cat(found, 1)
 
@@ -60,7 +71,11 @@ def padded(kind: str) -> tuple[Any, Any]:
     """Two prompts with padding on their left, and with four tokens more."""
     batch = padded_left(kind, [[3, "i", 2, "i", 5], [2, "i", 2]])
     whole = {**batch}
-    for name, more in (("input_ids", LATER), ("mm_token_type_ids", LATER * 0), ("attention_mask", LATER * 0 + 1)):
+    for name, more in (
+        ("input_ids", LATER),
+        ("mm_token_type_ids", LATER * 0),
+        ("attention_mask", LATER * 0 + 1),
+    ):
         whole[name] = torch.cat((batch[name], more.repeat(2, 1)), 1)
     return batch, whole
 
@@ -116,10 +131,14 @@ def test_conversations_by_turns_equal_one_process(pool, kind, tmp_path):
         whole, _ = results[0][turn]
         ids = whole[:, : -WORDS["max_new_tokens"]]
         types = (ids == IMAGE).long()
-        expected = model.generate(input_ids=ids, mm_token_type_ids=types, **given, **WORDS)
+        expected = model.generate(
+            input_ids=ids, mm_token_type_ids=types, **given, **WORDS
+        )
         for sequences, logits in (result[turn] for result in results):
             assert torch.equal(sequences, expected.sequences)
-            assert torch.allclose(logits, torch.stack(expected.logits), rtol=0, atol=1e-9)
+            assert torch.allclose(
+                logits, torch.stack(expected.logits), rtol=0, atol=1e-9
+            )
 
 
 def load_of_before(mesh: DeviceMesh, folder: str, has_images: bool) -> Any:
@@ -131,16 +150,33 @@ def load_of_before(mesh: DeviceMesh, folder: str, has_images: bool) -> Any:
         model(**images if has_images else text(LATER), past_key_values=cache)
     model.save_cache(cache, folder)
     if mesh["ring"].get_local_rank() == 0:
-        path, manifest = Path(folder) / "rank_00000.safetensors", Path(folder) / "manifest.json"
-        save_file({name: value for name, value in load_file(path).items() if name != "shifts"}, path)
+        path, manifest = (
+            Path(folder) / "rank_00000.safetensors",
+            Path(folder) / "manifest.json",
+        )
+        save_file(
+            {
+                name: value
+                for name, value in load_file(path).items()
+                if name != "shifts"
+            },
+            path,
+        )
         values = read_signed(manifest, "it was written")
-        values["shares"][0] |= {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        values["shares"][0] |= {
+            "bytes": path.stat().st_size,
+            "sha256": file_digest(path),
+        }
         manifest.write_text(signed(values))
     torch.distributed.barrier(mesh["ring"].get_group())
     return model.load_cache(folder).ids
 
 
 def test_older_caches_load_if_positions_are_those_of_text(pool, tmp_path):
-    assert torch.equal(pool.run(load_of_before, 2, str(tmp_path / "text"), False)[0], LATER)
+    assert torch.equal(
+        pool.run(load_of_before, 2, str(tmp_path / "text"), False)[0], LATER
+    )
     for outcome in pool.outcomes(load_of_before, 2, str(tmp_path / "images"), True):
-        assert isinstance(outcome, CheckpointError) and "has images, and was saved by an earlier" in str(outcome)
+        assert isinstance(
+            outcome, CheckpointError
+        ) and "has images, and was saved by an earlier" in str(outcome)

@@ -43,7 +43,9 @@ def _decays(generator: torch.Generator, *shape: int) -> Tensor:
     return -(_normal(generator, *shape) * 3 - 2).exp()
 
 
-def inputs(name: str, rows: int, tokens: int, *, seed: int = 0, heads: int = 2, size: int = 4) -> dict[str, Any]:
+def inputs(
+    name: str, rows: int, tokens: int, *, seed: int = 0, heads: int = 2, size: int = 4
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, tokens, heads)
     if name in ("gated delta rule", "kimi delta attention"):
@@ -90,7 +92,9 @@ def inputs(name: str, rows: int, tokens: int, *, seed: int = 0, heads: int = 2, 
 
 
 def _numpy(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.numpy() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return {
+        name: x.numpy() if isinstance(x, Tensor) else x for name, x in arguments.items()
+    }
 
 
 def _delta(arguments: dict[str, Any]) -> Any:
@@ -108,7 +112,9 @@ def _dual(arguments: dict[str, Any]) -> Any:
 def _selective(arguments: dict[str, Any]) -> Any:
     x = _numpy(arguments)
     dt = np.logaddexp(0, x["dt"] + x["delta_bias"][:, None])
-    out, state = reference.selective_scan(x["hidden_states"], dt, x["A"], x["B"], x["C"], x["D"])
+    out, state = reference.selective_scan(
+        x["hidden_states"], dt, x["A"], x["B"], x["C"], x["D"]
+    )
     return out * x["z"] / (1 + np.exp(-x["z"])), state
 
 
@@ -118,8 +124,12 @@ def _lightning(arguments: dict[str, Any]) -> Any:
 
 
 LAYERS = {
-    "gated delta rule": Layer(DeltaRule(), "qwen3_next", "torch_chunk_gated_delta_rule", _delta),
-    "kimi delta attention": Layer(DeltaRule(), "kimi_linear", "chunk_kimi_delta_attention", _delta),
+    "gated delta rule": Layer(
+        DeltaRule(), "qwen3_next", "torch_chunk_gated_delta_rule", _delta
+    ),
+    "kimi delta attention": Layer(
+        DeltaRule(), "kimi_linear", "chunk_kimi_delta_attention", _delta
+    ),
     "mamba-2": Layer(StateSpaceDual(), "bamba", "mamba2_chunk_scan", _dual),
     "mamba": Layer(SelectiveScan(), "mamba", "mamba_selective_scan", _selective),
     "lightning attention": Layer(Lightning(), "", "", _lightning),

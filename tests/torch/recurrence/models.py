@@ -15,7 +15,11 @@ from tests.torch.float64 import in_float64
 def module_of(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the module of a model has: as it is, or such that it computes in float64."""
     plain = class_of(kind)
-    return vars(sys.modules[plain.__module__]) if dtype != torch.float64 else in_float64(plain)
+    return (
+        vars(sys.modules[plain.__module__])
+        if dtype != torch.float64
+        else in_float64(plain)
+    )
 
 
 def class_of(kind: str) -> Any:
@@ -30,8 +34,11 @@ def build(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if name.endswith(("A_log", "dt_bias", "dt_proj.bias", "dt_proj_bias")):  # decays from near 0 to near 1
+            # decays from near 0 to near 1
+            noise = torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
+            if name.endswith(("A_log", "dt_bias", "dt_proj.bias", "dt_proj_bias")):
                 parameter.copy_(noise * 1.5 - 0.5)
             elif parameter.ndim == 1 and "norm" in name:
                 parameter.copy_(1 + noise * 0.1)
@@ -42,6 +49,8 @@ def build(kind: str, dtype: torch.dtype, **changes: Any) -> Any:
             module.tid2eid.copy_((torch.arange(97)[:, None] + torch.arange(2)) % 4)
         if hasattr(module, "decay_factors"):  # made in float32 when the model was
             names = "query_decay", "key_decay", "diagonal_decay"
-            for name, factors in zip(names, module.decay_factors(module.slope_rate), strict=True):
+            for name, factors in zip(
+                names, module.decay_factors(module.slope_rate), strict=True
+            ):
                 setattr(module, name, factors)
     return model.train()

@@ -81,7 +81,10 @@ def parent():
     return os.getppid()
 
 
-@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="ranks are no forks here")
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(),
+    reason="ranks are no forks here",
+)
 def test_ranks_are_forks_of_one_process():
     [one] = {*launch(parent, 2), *launch(parent, 2)}
     assert one not in (os.getpid(), os.getppid())
@@ -96,12 +99,18 @@ def resident_bytes_after_freeing():
     before, tensors = resident(), []
     torch.ones(1 << 22)  # freed: from now on glibc keeps tensors of this size
     for _ in range(100):
-        tensors += [torch.ones(1 << 19), torch.ones(1 << 15)]  # which no hole of the heap that is there takes
+        # which no hole of the heap that is there takes
+        tensors += [
+            torch.ones(1 << 19),
+            torch.ones(1 << 15),
+        ]
     del tensors[::2]
     return os.environ.get("GLIBC_TUNABLES"), resident() - before
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="another malloc than glibc's"
+)
 def test_thrifty_ranks_give_memory_back(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     [(_, kept)] = launch(resident_bytes_after_freeing, 1)
@@ -120,10 +129,17 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
         (fail_on_the_first, RuntimeError, "rank 0 failed", True),
         (kill_the_last, RankLost, "rank 1 failed: killed by SIGKILL", False),
         (kill_the_last_unseen, RankLost, "rank 1 failed: killed by SIGKILL", False),
-        (end_the_last, RuntimeError, r"rank 1 failed \(exit code 5\): see its output", False),
+        (
+            end_the_last,
+            RuntimeError,
+            r"rank 1 failed \(exit code 5\): see its output",
+            False,
+        ),
     ],
 )
-def test_a_failure_names_its_rank_and_logs_its_traceback(caplog, monkeypatch, function, raised, message, traceback):
+def test_a_failure_names_its_rank_and_logs_its_traceback(
+    caplog, monkeypatch, function, raised, message, traceback
+):
     for name in _LOGGERS:
         monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
     with pytest.raises(raised, match=message) as caught:
@@ -146,14 +162,17 @@ def test_no_ranks_and_ranks_that_could_not_meet_are_refused():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
-        with pytest.raises(rs.ConfigError, match="ulimit -f allows files of 1024 bytes"):
+        with pytest.raises(
+            rs.ConfigError, match="ulimit -f allows files of 1024 bytes"
+        ):
             launch(rank_times, 2, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def say_asleep():
-    os.write(1, f"asleep {os.getpid()}\n".encode())  # at once: print writes the end of the line by itself
+    # at once: print writes the end of the line by itself
+    os.write(1, f"asleep {os.getpid()}\n".encode())
 
 
 def sleep_long():
@@ -200,10 +219,18 @@ def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
     """One launcher after the other in one process, each with two ranks, and a signal to all of its process group."""
     with open(tmp_path / "errors", "wb") as errors:
         command = [sys.executable, "-c", LAUNCHES]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
 
     def started() -> list[int]:
-        return [int(process.stdout.readline().removeprefix("asleep ")) for _ in range(2)]
+        return [
+            int(process.stdout.readline().removeprefix("asleep ")) for _ in range(2)
+        ]
 
     def answer(pids: list[int]) -> str:
         said = process.stdout.readline()
@@ -211,7 +238,11 @@ def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
         return said
 
     try:
-        for strike, number in ((os.killpg, signal.SIGINT), (os.kill, signal.SIGHUP), (os.killpg, signal.SIGINT)):
+        for strike, number in (
+            (os.killpg, signal.SIGINT),
+            (os.kill, signal.SIGHUP),
+            (os.killpg, signal.SIGINT),
+        ):
             pids = started()
             strike(process.pid, number)
             assert answer(pids) == "interrupted\n"
@@ -223,10 +254,13 @@ def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
             os.killpg(process.pid, signal.SIGINT)
         time.sleep(ABORT_AFTER_SECONDS + 0.1)
         assert all(map(is_running, pids))
-        while any(map(is_running, pids)):  # a launcher that heard the first one late takes this for the same
+        # a launcher that heard the first one late takes this for the same
+        while any(map(is_running, pids)):
             os.killpg(process.pid, signal.SIGINT)
             within(1, lambda: not any(map(is_running, pids)))
-        assert answer(pids) == "interrupted\n", "a second interrupt aborts ranks that do not end"
+        assert answer(pids) == "interrupted\n", (
+            "a second interrupt aborts ranks that do not end"
+        )
         started()
         assert (tmp_path / "errors").read_text() == ""
         process.kill()
@@ -257,10 +291,22 @@ def test_a_rank_that_waits_for_one_that_never_comes_says_so(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "_WAIT_SECONDS", 0.2)
 
     def meet(*_, **__):
-        [timer.join() for timer in threading.enumerate() if isinstance(timer, threading.Timer)]
+        [
+            timer.join()
+            for timer in threading.enumerate()
+            if isinstance(timer, threading.Timer)
+        ]
 
     monkeypatch.setattr(dist, "init_process_group", meet)
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "9"),
+    ):
         monkeypatch.setenv(name, value)
     join()
-    assert "rank 1 has waited 0 s at 127.0.0.1:9 for all 2 ranks of this job; start" in capfd.readouterr().err
+    assert (
+        "rank 1 has waited 0 s at 127.0.0.1:9 for all 2 ranks of this job; start"
+        in capfd.readouterr().err
+    )

@@ -33,8 +33,14 @@ def test_blocks_are_sent_on_a_stream_of_high_priority(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(launch, "local_device", lambda: device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: told.update(given, backend=backend))
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False
+    )
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **given: told.update(given, backend=backend),
+    )
     launch.join(timeout=timedelta(seconds=5))
     assert told["backend"] == "nccl" and told["device_id"] == device
     assert told["pg_options"].is_high_priority_stream
@@ -42,7 +48,11 @@ def test_blocks_are_sent_on_a_stream_of_high_priority(monkeypatch):
     made, met, axes = [], [], SimpleNamespace(get_group=lambda axis: "group")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(mesh, "init_device_mesh", lambda *_, **given: made.append([*given.values()]) or axes)
+    monkeypatch.setattr(
+        mesh,
+        "init_device_mesh",
+        lambda *_, **given: made.append([*given.values()]) or axes,
+    )
     monkeypatch.setattr(mesh, "_meet_neighbours", lambda *given: met.append(given))
     monkeypatch.setattr(mesh, "take_timeout", lambda _: None)
     monkeypatch.setattr(mesh, "flatten_weights", lambda _: None)
@@ -71,18 +81,27 @@ def test_neighbours_of_a_ring_are_connected_at_once(pool):
     for ranks in (2, 4):
         for rank, asked in enumerate(pool.run(peers_met, ranks)):
             near = sorted({(rank - 1) % ranks, (rank + 1) % ranks})
-            assert asked == [(call, peer) for call in ("irecv", "isend") for peer in near]
+            assert asked == [
+                (call, peer) for call in ("irecv", "isend") for peer in near
+            ]
 
 
 # FSDP's, by their names in PyTorch 2.11 and 2.13.
-GATHER, SCATTER = ("all_gather_into_tensor", "all_gather_single"), ("reduce_scatter_tensor", "reduce_scatter_single")
+GATHER, SCATTER = (
+    ("all_gather_into_tensor", "all_gather_single"),
+    ("reduce_scatter_tensor", "reduce_scatter_single"),
+)
 
 
 def calls_of_a_step(both, options):
     """The axis and name of each collective of weights and each post of blocks, in a step's order."""
     log, originals = (
         [],
-        {name: getattr(dist, name) for name in (*GATHER, *SCATTER, "all_reduce") if hasattr(dist, name)},
+        {
+            name: getattr(dist, name)
+            for name in (*GATHER, *SCATTER, "all_reduce")
+            if hasattr(dist, name)
+        },
     )
     post = Exchange.post
 
@@ -98,7 +117,13 @@ def calls_of_a_step(both, options):
         return post(self, sends, receives, message)
 
     model = rs.parallelize(build("llama"), both, **options)
-    batch = rs.shard_batch({name: tokens(2, 40)[dist.get_rank() // 2 :][:1] for name in ("input_ids", "labels")}, both)
+    batch = rs.shard_batch(
+        {
+            name: tokens(2, 40)[dist.get_rank() // 2 :][:1]
+            for name in ("input_ids", "labels")
+        },
+        both,
+    )
     try:
         Exchange.post = recorded_post
         for name in originals:
@@ -111,12 +136,17 @@ def calls_of_a_step(both, options):
     return log
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "attention", "layers_per_checkpoint": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "attention", "layers_per_checkpoint": 2}], ids=str
+)
 def test_all_ranks_start_their_communicators_in_one_order(pool, options):
     """NCCL wants one order of launches for two communicators on all ranks that share both."""
     logs = pool.run(calls_of_a_step, 4, options, replicate=2)
     # By the axis of a group: its ranks are neighbours on the ring, and two apart between replicas.
-    kinds = [[(ranks[-1] - ranks[0], name) for ranks, name in log if len(ranks) > 1] for log in logs]
+    kinds = [
+        [(ranks[-1] - ranks[0], name) for ranks, name in log if len(ranks) > 1]
+        for log in logs
+    ]
     assert all(log == kinds[0] for log in kinds)
     seen = {name for _, name in kinds[0]}
     assert seen & {*GATHER} and seen & {*SCATTER} and {"all_reduce", "post"} <= seen
@@ -134,7 +164,11 @@ def steps_of_new_documents(ring, options):
     with mock.patch.object(agreement, "_compare", counted):
         for first in (5, 12, 17, 23):
             positions = torch.cat([torch.arange(first), torch.arange(40 - first)])[None]
-            batch = {"input_ids": tokens(1, 40), "labels": tokens(1, 40), "position_ids": positions}
+            batch = {
+                "input_ids": tokens(1, 40),
+                "labels": tokens(1, 40),
+                "position_ids": positions,
+            }
             model(**rs.shard_batch(batch, ring)).loss.backward()
             counts.append(0)
     return counts[:-1]
@@ -143,7 +177,9 @@ def steps_of_new_documents(ring, options):
 def test_new_documents_cost_no_comparison_of_their_masks(pool):
     """A step's check of the batch says that all ranks have them."""
     for first, *others in pool.run(steps_of_new_documents, 2, {}):
-        assert first <= 1 and others == [0, 0, 0], "the first step may find what tests before it have agreed on"
+        assert first <= 1 and others == [0, 0, 0], (
+            "the first step may find what tests before it have agreed on"
+        )
 
 
 class Lengths(torch.Tensor):
@@ -157,7 +193,11 @@ class Lengths(torch.Tensor):
             cls.reads += 1
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-            return result.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else result
+            return (
+                result.as_subclass(torch.Tensor)
+                if function is torch.Tensor.cpu
+                else result
+            )
 
 
 def test_layers_do_not_wait_for_the_lengths_of_documents():
@@ -177,32 +217,53 @@ def test_ulysses_sends_each_member_one_message_at_a_time(passes):
     q, k, v = (torch.zeros(1, heads, 2, 8) for heads in (64, 8, 8))
     exchange = FakeTransport(network)
     exchange.post = lambda sends, receives, message: (
-        posts.append((len(sends), len(receives))) or FakeTransport.post(exchange, sends, receives, message)
+        posts.append((len(sends), len(receives)))
+        or FakeTransport.post(exchange, sends, receives, message)
     )
     exchange.among = lambda ranks, name: exchange
     spec = AttentionSpec(scale=1.0, layout="zigzag", route="ulysses")
-    one, ulysses = op.assemble(0, members, exchange, q, k, None, spec, is_backward=passes == "backward")
+    one, ulysses = op.assemble(
+        0, members, exchange, q, k, None, spec, is_backward=passes == "backward"
+    )
     assert ulysses
     if passes == "forward":
         ulysses.forward(one, q, k, v)
     else:
         ulysses.backward(one, q, q, k, v, q, torch.zeros(1, 64, 2))
-    assert [each for each in posts if each != (0, 0)] == [(members - 1, members - 1)] * 2
+    assert [each for each in posts if each != (0, 0)] == [
+        (members - 1, members - 1)
+    ] * 2
 
 
 def test_operators_are_kept_out_of_cuda_graphs():
-    for name in ("ring_attention", "ring_attention_backward", "layer_attention", "layer_attention_backward"):
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringspan, name).default.tags
+    for name in (
+        "ring_attention",
+        "ring_attention_backward",
+        "layer_attention",
+        "layer_attention_backward",
+    ):
+        assert (
+            torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringspan, name).default.tags
+        )
 
 
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
+)
 def test_training_lets_the_allocator_grow_unless_configured(monkeypatch, name):
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     if name is not None:
         monkeypatch.setenv(name, "mine")
     _spare_memory()
-    found = {each: os.environ.get(each) for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    found = {
+        each: os.environ.get(each)
+        for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if name is None else {name: "mine"}
+    expected = (
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        if name is None
+        else {name: "mine"}
+    )
     assert {each: value for each, value in found.items() if value} == expected

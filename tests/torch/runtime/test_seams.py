@@ -32,14 +32,31 @@ OTHERS = {
 
 def private_names() -> set[str]:
     """The private attributes that ``ringspan.torch`` takes from objects other than its own ``self``."""
-    nodes = (node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    taken = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("_"))
-    others = (node for node in taken if ast.unparse(node.value) not in ("self", "cls", "super()"))
+    nodes = (
+        node
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    taken = (
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+    )
+    others = (
+        node
+        for node in taken
+        if ast.unparse(node.value) not in ("self", "cls", "super()")
+    )
     return {node.attr for node in others if not node.attr.startswith("__")}
 
 
 def listed() -> set[str]:
-    return {name for names in seams.SEAMS.values() for either in names for name in either.split("|")}
+    return {
+        name
+        for names in seams.SEAMS.values()
+        for either in names
+        for name in either.split("|")
+    }
 
 
 def test_every_private_name_is_in_the_table():
@@ -61,23 +78,33 @@ def test_a_release_without_a_name_is_refused_by_it(monkeypatch, place, names):
     has = seams._has
     owner = seams._owner(*place.partition(":")[::2])
     without = names.split("|")
-    monkeypatch.setattr(seams, "_has", lambda of, name: not (of is owner and name in without) and has(of, name))
+    monkeypatch.setattr(
+        seams,
+        "_has",
+        lambda of, name: not (of is owner and name in without) and has(of, name),
+    )
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     about = seams.SEAMS[place][names]
-    monkeypatch.setattr(seams, "SEAMS", {place: {names: about}})  # this release may lack what 2.13 has
+    # this release may lack what 2.13 has
+    monkeypatch.setattr(seams, "SEAMS", {place: {names: about}})
     seams.check_torch.cache_clear()
     try:
         if isinstance(about, dict) and "until" in about:
             assert seams.check_torch() is None
         else:
-            with pytest.raises(UnsupportedError, match=f"torch 2.16.0 lacks .*{without[0]}, which ringspan needs: pip"):
+            with pytest.raises(
+                UnsupportedError,
+                match=f"torch 2.16.0 lacks .*{without[0]}, which ringspan needs: pip",
+            ):
                 seams.check_torch()
     finally:
         seams.check_torch.cache_clear()
 
 
 def test_a_module_that_is_gone_is_named(monkeypatch):
-    monkeypatch.setattr(seams, "SEAMS", {"torch.no_such_module:Group": {"reshard": "returns shards"}})
+    monkeypatch.setattr(
+        seams, "SEAMS", {"torch.no_such_module:Group": {"reshard": "returns shards"}}
+    )
     assert [*seams.missing()] == ["Group.reshard"]
 
 

@@ -18,22 +18,41 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     # Otherwise gloo's request for a block waits behind the block that goes the other way: half the bandwidth.
     posted = []
     monkeypatch.setattr(dist, "P2POp", lambda operation, *_, **__: operation)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
+    monkeypatch.setattr(
+        dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or []
+    )
     block = torch.zeros(3)
     exchange, before = Exchange(Mock(dist.ProcessGroup), "a pass"), replace(COUNTERS)
-    exchange.post([(1, block), (2, block)], [(1, TensorSpec.like(block)), (2, TensorSpec.like(block))], 0)[0].wait()
+    exchange.post(
+        [(1, block), (2, block)],
+        [(1, TensorSpec.like(block)), (2, TensorSpec.like(block))],
+        0,
+    )[0].wait()
     assert posted == [dist.irecv, dist.irecv, dist.isend, dist.isend]
-    assert COUNTERS.num_sends - before.num_sends == 2 and COUNTERS.sent_bytes - before.sent_bytes == 24
+    assert (
+        COUNTERS.num_sends - before.num_sends == 2
+        and COUNTERS.sent_bytes - before.sent_bytes == 24
+    )
 
 
-def of_size(group: dist.ProcessGroup, tokens: int, mask: str = "causal", *, backward: bool = False) -> None:
+def of_size(
+    group: dist.ProcessGroup,
+    tokens: int,
+    mask: str = "causal",
+    *,
+    backward: bool = False,
+) -> None:
     x = torch.ones(1, 2, tokens, 8, requires_grad=True)
     out = rs.ring_attention(x, x, x, mask=mask, group=group)
     if backward:
         out.sum().backward()
 
 
-KNOWN = [(32, "causal"), (64, "full")]  # one through sockets, one through shared memory too
+# one through sockets, one through shared memory too
+KNOWN = [
+    (32, "causal"),
+    (64, "full"),
+]
 CASES: dict[str, tuple[tuple[int, str], tuple[int, str], str]] = {
     # what rank 1 does, what the others do, and what differs
     "new shape": ((48, "causal"), KNOWN[0], "queries"),
@@ -58,13 +77,21 @@ def unequal(mesh: DeviceMesh, name: str, delay: int) -> float:
     with pytest.raises(rs.PeerMismatch, match=f"different {differs}") as caught:
         of_size(group, *(first if rank == 1 else others))
     seconds = time.perf_counter() - started
-    values = [value.partition(": ")[2].strip(", ") for value in str(caught.value).partition(";")[0].split("rank ")[1:]]
+    values = [
+        value.partition(": ")[2].strip(", ")
+        for value in str(caught.value).partition(";")[0].split("rank ")[1:]
+    ]
     assert "not heard" not in str(caught.value), "no time-out is waited for"
-    assert values == [values[0], values[1], values[0], values[0]] and values[0] != values[1]
+    assert (
+        values == [values[0], values[1], values[0], values[0]]
+        and values[0] != values[1]
+    )
     return seconds
 
 
-@pytest.mark.parametrize(("name", "delay"), [(name, number % 2) for number, name in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "delay"), [(name, number % 2) for number, name in enumerate(CASES)]
+)
 def test_a_rank_that_is_given_something_else_is_named_by_all(pool, name, delay):
     pool.run(unequal, 4, name, delay)
 
@@ -88,7 +115,9 @@ def in_the_middle(mesh: DeviceMesh) -> str:
 
 def test_a_rank_that_leaves_a_pass_out_is_named_by_all(pool):
     for message in pool.run(in_the_middle, 4):
-        assert message.count("(1, 2, 64, 8)") == 3 and "rank 2: (1, 2, 48, 8)" in message
+        assert (
+            message.count("(1, 2, 64, 8)") == 3 and "rank 2: (1, 2, 48, 8)" in message
+        )
 
 
 def uneven(mesh: DeviceMesh, calls: int) -> None:
@@ -96,9 +125,16 @@ def uneven(mesh: DeviceMesh, calls: int) -> None:
     group, random = dist.new_group(range(mesh.size())), Random(dist.get_rank())
     sizes = Random(0)
     for number in range(calls):
-        tokens = 8 * (1 + number // 4) if sizes.random() < 0.3 else sizes.choice((32, 64))
+        tokens = (
+            8 * (1 + number // 4) if sizes.random() < 0.3 else sizes.choice((32, 64))
+        )
         time.sleep(random.choice((0, 0, 0, 0.01)))
-        of_size(group, tokens, sizes.choice(("causal", "full", "window:3")), backward=sizes.random() < 0.5)
+        of_size(
+            group,
+            tokens,
+            sizes.choice(("causal", "full", "window:3")),
+            backward=sizes.random() < 0.5,
+        )
 
 
 def test_ranks_that_are_late_or_early_raise_no_alarm(pool):

@@ -47,12 +47,17 @@ def pass_around(mesh, sizes, rounds):
         for index, size in enumerate(sizes):
             spec = TensorSpec((size,), torch.float32, CPU)
             message = exchange.empty(spec).copy_(pattern(rank, size, number))
-            asked = spec.empty() if number % 2 else spec  # a place of one's own, or where the sender has it
-            transfer, (receive,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, asked)], index)
+            # a place of one's own, or where the sender has it
+            asked = spec.empty() if number % 2 else spec
+            transfer, (receive,) = exchange.post(
+                [((rank + 1) % ranks, message)], [((rank - 1) % ranks, asked)], index
+            )
             del message
             transfer.wait()
             assert (receive.read() is asked) == number % 2
-            assert torch.equal(receive.read(), pattern((rank - 1) % ranks, size, number))
+            assert torch.equal(
+                receive.read(), pattern((rank - 1) % ranks, size, number)
+            )
         dist.barrier(group)
         reserved.append(reserved_bytes(group))
         assert shared_bytes() >= reserved[-1]
@@ -64,9 +69,9 @@ def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
     sizes = (1, 127, 128, 5000, 40_000, 5001)
     for reserved in pool.run(pass_around, ranks, sizes, 20):
         assert reserved[1] > 4 * 40_000, "the large ones went through shared memory"
-        assert reserved[-1] - reserved[0] <= 2 * sum(4 * size + 4096 for size in sizes), (
-            "at most one waits for a slower reader"
-        )
+        assert reserved[-1] - reserved[0] <= 2 * sum(
+            4 * size + 4096 for size in sizes
+        ), "at most one waits for a slower reader"
 
 
 class Group:
@@ -114,14 +119,18 @@ def test_a_missing_message_ends_with_the_rank_that_owes_it(ranks_in_threads):
         reader.receive(expected)
     process.wait()
     writer.send(torch.arange(8, dtype=torch.uint8), 0, tag=5)
-    assert reader.receive(expected).tolist() == list(range(8)), "what it sent before it ended has come"
+    assert reader.receive(expected).tolist() == list(range(8)), (
+        "what it sent before it ended has come"
+    )
 
 
 def test_a_full_queue_waits_for_its_reader(ranks_in_threads):
     writer, reader, _ = ranks_in_threads()
     message, count = torch.zeros(4, dtype=torch.uint8), queue._CAPACITY + 3
     with ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(lambda: [writer.send(message, 1, tag) for tag in range(count)])
+        sending = thread.submit(
+            lambda: [writer.send(message, 1, tag) for tag in range(count)]
+        )
         time.sleep(0.1)
         assert not sending.done()
         for tag in range(count):
@@ -159,9 +168,14 @@ def another_size(mesh):
     group, rank, _ = opened(mesh, "another size")
     for _ in range(2):  # what nobody received is forgotten
         transfer, _ = Exchange(group, "another size").post(
-            [(1 - rank, torch.zeros(3000 + rank))], [(1 - rank, TensorSpec((3000 + rank,), torch.float32, CPU))], 0
+            [(1 - rank, torch.zeros(3000 + rank))],
+            [(1 - rank, TensorSpec((3000 + rank,), torch.float32, CPU))],
+            0,
         )
-        with pytest.raises(PeerMismatch, match="rank 0: rank 1 sent 12004 bytes where 12000 were expected, rank 1: "):
+        with pytest.raises(
+            PeerMismatch,
+            match="rank 0: rank 1 sent 12004 bytes where 12000 were expected, rank 1: ",
+        ):
             transfer.wait()
 
 
@@ -178,7 +192,9 @@ def many_sizes(mesh):
     for number in range(60):
         spec = TensorSpec((1000 * (1 + number % 30) ** 2,), torch.float32, CPU)
         transfer, (receive,) = exchange.post(
-            [(1 - rank, torch.full(spec.shape, float(number)))], [(1 - rank, spec)], number
+            [(1 - rank, torch.full(spec.shape, float(number)))],
+            [(1 - rank, spec)],
+            number,
         )
         transfer.wait()
         assert receive.read().eq(number).all()
@@ -190,7 +206,8 @@ def many_sizes(mesh):
 
 
 def test_memory_that_is_no_longer_used_is_given_back(pool):
-    newest = sum(4000 * number**2 + 8192 for number in range(21, 31))  # those that were used last, of thirty
+    # those that were used last, of thirty
+    newest = sum(4000 * number**2 + 8192 for number in range(21, 31))
     assert all(most <= newest for most in pool.run(many_sizes, 2))
 
 
@@ -206,10 +223,14 @@ def test_only_a_peer_on_this_host_is_opened():
     assert opened is not None and opened.read(0, 64) == token
     assert shared._open(None, here) is None, "it has no memory"
     assert shared._open(handle, "net:[1]") is None, "it is in another network"
-    assert shared._open((*handle[:3], b"u" * 64), here) is None, "another host's process has this number"
+    assert shared._open((*handle[:3], b"u" * 64), here) is None, (
+        "another host's process has this number"
+    )
     assert shared._open((here, os.getpid(), 9999, token), here) is None, "no such file"
     with open(os.devnull) as file:
-        assert shared._open((here, os.getpid(), file.fileno(), token), here) is None, "not a file in memory"
+        assert shared._open((here, os.getpid(), file.fileno(), token), here) is None, (
+            "not a file in memory"
+        )
     os.close(descriptor)
 
 
@@ -229,10 +250,14 @@ def limited(mesh, limit, size):
         queues = SharedQueues(group, 60.0)
     finally:
         resource.setrlimit(limit, before)
-    return [queues.carries(other) for other in range(ranks) if other != rank], queues.memory.allocate(64) is not None
+    return [
+        queues.carries(other) for other in range(ranks) if other != rank
+    ], queues.memory.allocate(64) is not None
 
 
-@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_AS], ids=["ulimit -f", "ulimit -v"])
+@pytest.mark.parametrize(
+    "limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_AS], ids=["ulimit -f", "ulimit -v"]
+)
 def test_a_rank_with_a_limit_talks_through_sockets_and_all_know(pool, limit):
     size = 1 << 20 if limit == resource.RLIMIT_FSIZE else 1 << 40
     *others, last = pool.run(limited, 4, limit, size)
@@ -244,11 +269,20 @@ def test_a_rank_with_a_limit_talks_through_sockets_and_all_know(pool, limit):
 @pytest.mark.parametrize(
     ("module", "name", "number"),
     [
-        *((os, "memfd_create", number) for number in (None, errno.ENOSYS, errno.EMFILE)),
-        *((os, "ftruncate", errno.EFBIG), (os, "readlink", errno.ENOENT), (shared.mmap, "mmap", errno.ENOMEM)),
+        *(
+            (os, "memfd_create", number)
+            for number in (None, errno.ENOSYS, errno.EMFILE)
+        ),
+        *(
+            (os, "ftruncate", errno.EFBIG),
+            (os, "readlink", errno.ENOENT),
+            (shared.mmap, "mmap", errno.ENOMEM),
+        ),
     ],
 )
-def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, module, name, number):
+def test_what_the_system_refuses_is_no_error(
+    monkeypatch, ranks_in_threads, module, name, number
+):
     def refuse(*args):
         raise OSError(number, "refused")
 

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, pieces, sources_of, whole
+from ringspan.torch.weights.deferred import (
+    Deferred,
+    Region,
+    deferred,
+    part,
+    pieces,
+    sources_of,
+    whole,
+)
 
 
 class InMemory:
@@ -52,10 +60,14 @@ def test_each_part_is_that_of_the_whole(names: list[str], data: Any):
         if x.ndim > 4 or 0 in x.shape or (name == "split" and x.shape[-1] < 2):
             continue
         x, lazy = OPERATIONS[name](x), OPERATIONS[name](lazy)
-    assert isinstance(lazy, Deferred) and lazy.shape == x.shape and lazy.dtype == x.dtype
+    assert (
+        isinstance(lazy, Deferred) and lazy.shape == x.shape and lazy.dtype == x.dtype
+    )
     torch.testing.assert_close(whole(lazy), x, rtol=0, atol=0)
     region = tuple(
-        slice(low, data.draw(st.integers(low, size))) for size in x.shape for low in [data.draw(st.integers(0, size))]
+        slice(low, data.draw(st.integers(low, size)))
+        for size in x.shape
+        for low in [data.draw(st.integers(0, size))]
     )
     torch.testing.assert_close(part(lazy, region), x[region], rtol=0, atol=0)
     assert torch.equal(torch.cat([part(lazy, each) for each in pieces(lazy, 16)]), x)
@@ -66,7 +78,9 @@ def test_no_more_is_read_than_a_part_is_made_of():
     merged = torch.stack([deferred(each).to(torch.bfloat16) for each in experts])
     found = part(merged, (slice(2, 4), slice(1, 3), slice(0, 4)))
     assert [each.num_read for each in experts] == [0, 0, 8, 8, 0, 0]
-    assert torch.equal(found, torch.stack([each.data for each in experts])[2:4, 1:3].bfloat16())
+    assert torch.equal(
+        found, torch.stack([each.data for each in experts])[2:4, 1:3].bfloat16()
+    )
     assert {each.name for each in sources_of(merged)} == {each.name for each in experts}
 
 
@@ -79,7 +93,9 @@ def test_zeroes_are_remembered_and_other_changes_raise():
     assert torch.equal(whole(x.to(torch.float64)), expected.double())
     assert torch.equal(part(x, (slice(1, 3), slice(1, 3))), expected[1:3, 1:3])
     assert bool(source.data[2].any()), "the file is not written into"
-    with pytest.raises(RuntimeError, match="would change a tensor that is not there yet"):
+    with pytest.raises(
+        RuntimeError, match="would change a tensor that is not there yet"
+    ):
         x.mul_(2)
 
 
@@ -87,6 +103,12 @@ def test_two_are_compared_a_few_rows_at_a_time():
     data = numbers(7, 3)
     other = data.clone()
     other[6, 2] += 1
-    assert torch.equal(deferred(InMemory("a", data)), deferred(InMemory("b", data.clone())))
-    assert not torch.equal(deferred(InMemory("a", data)), deferred(InMemory("b", other)))
-    assert not torch.equal(deferred(InMemory("a", data)), deferred(InMemory("b", data[:6])))
+    assert torch.equal(
+        deferred(InMemory("a", data)), deferred(InMemory("b", data.clone()))
+    )
+    assert not torch.equal(
+        deferred(InMemory("a", data)), deferred(InMemory("b", other))
+    )
+    assert not torch.equal(
+        deferred(InMemory("a", data)), deferred(InMemory("b", data[:6]))
+    )

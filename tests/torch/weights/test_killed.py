@@ -45,13 +45,17 @@ def load_and_save(what: str, victim: int, folder: Path) -> None:
         ("save", 0, "saving the model"),
     ],
 )
-def test_a_rank_that_dies_is_named_and_what_was_there_stays(tmp_path: Path, what: str, victim: int, doing: str):
+def test_a_rank_that_dies_is_named_and_what_was_there_stays(
+    tmp_path: Path, what: str, victim: int, doing: str
+):
     written("llama", tmp_path / "given")
     tiny_model("qwen2").save_pretrained(tmp_path / "saved")
     before = stored(tmp_path / "saved")
     codes, errors = ended(tmp_path, load_and_save, what, victim, tmp_path)
     other = 1 - victim
     assert codes[victim] == 3 and codes[other] == 1, errors
-    assert re.search(rf"lost an exchange in {doing}; no word from rank {victim}\n", errors[other]), errors[other]
+    assert re.search(
+        rf"lost an exchange in {doing}; no word from rank {victim}\n", errors[other]
+    ), errors[other]
     assert not differences(stored(tmp_path / "saved"), before)
     assert not list((tmp_path / "saved").glob("*.index.json"))

@@ -23,7 +23,11 @@ from tests.train.runs import settings, train_on
 STEPS = 3
 MESHES = {
     "ring of 4": {"checkpoints": {"every_steps": 2}},
-    "heads over 2, bfloat16": {"mesh": {"tp": 2}, "model": {"dtype": "bfloat16"}, "optimizer": {"batch_size": 2}},
+    "heads over 2, bfloat16": {
+        "mesh": {"tp": 2},
+        "model": {"dtype": "bfloat16"},
+        "optimizer": {"batch_size": 2},
+    },
 }
 
 
@@ -31,7 +35,9 @@ MESHES = {
 def runs(pool, text):
     for name, changes in MESHES.items():
         changes = dict(changes)
-        model = settings(text, name).model.model_dump(exclude_unset=True) | changes.pop("model", {})
+        model = settings(text, name).model.model_dump(exclude_unset=True) | changes.pop(
+            "model", {}
+        )
         pool.run(train_on, 4, settings(text, name, model=model, **changes))
     return text
 
@@ -44,17 +50,27 @@ def run(runs, tmp_path):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_checkpoint_of_any_mesh_gives_what_the_run_wrote(runs, tmp_path, name):
-    step, num_bytes = export_checkpoint(runs / name, None, tmp_path / "exported", max_shard_size="40KB")
+    step, num_bytes = export_checkpoint(
+        runs / name, None, tmp_path / "exported", max_shard_size="40KB"
+    )
     assert step == STEPS
     written = load_file(runs / name / "model" / "model.safetensors")
     files = sorted(tmp_path.glob("exported/*.safetensors"))
-    assert len(files) > 1 and max(path.stat().st_size for path in files) < 40_000 + 4_000
+    assert (
+        len(files) > 1 and max(path.stat().st_size for path in files) < 40_000 + 4_000
+    )
     exported = {key: value for path in files for key, value in load_file(path).items()}
-    assert exported.keys() == written.keys() and sum(each.nbytes for each in exported.values()) == num_bytes
+    assert (
+        exported.keys() == written.keys()
+        and sum(each.nbytes for each in exported.values()) == num_bytes
+    )
     for key, value in written.items():
-        assert exported[key].dtype == value.dtype and torch.equal(exported[key], value), key
+        assert exported[key].dtype == value.dtype and torch.equal(
+            exported[key], value
+        ), key
     opened, other = (
-        AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", runs / name / "model")
+        AutoModelForCausalLM.from_pretrained(path)
+        for path in (tmp_path / "exported", runs / name / "model")
     )
     assert opened.config.to_diff_dict() == other.config.to_diff_dict()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == len(
@@ -72,17 +88,24 @@ def test_a_run_writes_a_model_of_several_files(pool, text, tmp_path):
     pool.run(train_into_small_files, 4, settings(text, "small files"))
     assert len(list((text / "small files" / "model").glob("model-*.safetensors"))) > 1
     export_checkpoint(text / "small files", None, tmp_path / "exported")
-    opened = AutoModelForCausalLM.from_pretrained(text / "small files" / "model").state_dict()
-    for key, value in AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict().items():
+    opened = AutoModelForCausalLM.from_pretrained(
+        text / "small files" / "model"
+    ).state_dict()
+    for key, value in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict().items()
+    ):
         assert torch.equal(opened[key], value), key
 
 
 def test_an_earlier_step_gives_other_weights(runs, tmp_path):
     assert export_checkpoint(runs / "ring of 4", 2, tmp_path / "earlier")[0] == 2
     earlier, last = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "earlier", runs / "ring of 4" / "model")
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "earlier", runs / "ring of 4" / "model")
     )
-    assert earlier.keys() == last.keys() and not torch.equal(*(each["model.norm.weight"] for each in (earlier, last)))
+    assert earlier.keys() == last.keys() and not torch.equal(
+        *(each["model.norm.weight"] for each in (earlier, last))
+    )
 
 
 def test_no_more_than_a_piece_of_a_tensor_is_in_memory(runs, tmp_path, monkeypatch):
@@ -104,7 +127,9 @@ def test_no_more_than_a_piece_of_a_tensor_is_in_memory(runs, tmp_path, monkeypat
 
 def spoil(run: Path, how: str) -> None:
     checkpoint = sorted((run / "checkpoints").glob("step_*"))[-1]
-    file = max(checkpoint.glob("**/*.safetensors"), key=lambda path: path.stat().st_size)
+    file = max(
+        checkpoint.glob("**/*.safetensors"), key=lambda path: path.stat().st_size
+    )
     record = run / "run.json"
     if how == "flipped":
         data = bytearray(file.read_bytes())
@@ -129,7 +154,9 @@ def spoil(run: Path, how: str) -> None:
         values["config"]["adapter"]["rank"] = 4
         values["config"]["model"]["init"] = "pretrained"
         values["config"]["model"]["path"] = "somewhere"
-        values["config"]["model"]["config"] = values["config"]["model"]["tokenizer"] = None
+        values["config"]["model"]["config"] = values["config"]["model"]["tokenizer"] = (
+            None
+        )
         record.write_text(json.dumps(values))
 
 
@@ -142,7 +169,11 @@ def spoil(run: Path, how: str) -> None:
         ("no run", ConfigError, "is no folder of a run (run.json is missing)"),
         ("no record", ConfigError, "run.json: is not the record of a run"),
         ("no checkpoint", ConfigError, "has no checkpoint"),
-        ("another model", CheckpointError, "has no model.layers.0.mlp.gate_proj.bias; is it of another model?"),
+        (
+            "another model",
+            CheckpointError,
+            "has no model.layers.0.mlp.gate_proj.bias; is it of another model?",
+        ),
         ("adapter", ConfigError, "its checkpoints hold an adapter alone"),
     ],
 )
@@ -159,6 +190,8 @@ def test_a_full_disk_leaves_nothing_behind(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing.WeightsPlan, "write", full)
-    with pytest.raises(CheckpointError, match=r"exported was not written: .*No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"exported was not written: .*No space left on device"
+    ):
         export_checkpoint(run, None, tmp_path / "exported")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

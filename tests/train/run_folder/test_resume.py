@@ -77,7 +77,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
     if stop_after + 1 < STEPS:
         assert not (run / "model").exists()
         (_, _, lines), *_ = pool.run(train_and_see, 4, stopped)
-        assert any(line.startswith(f"resuming after step {stop_after + 1} from") for line in lines)
+        assert any(
+            line.startswith(f"resuming after step {stop_after + 1} from")
+            for line in lines
+        )
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
 
@@ -85,7 +88,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
 @pytest.mark.parametrize("then_exit", [False, True])
 def test_a_signal_after_the_save_does_not_take_the_exit_code(pool, text, then_exit):
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
-    for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
+    for handlers in pool.run(
+        handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit
+    ):
         assert handlers == [expected] * len(STOP_SIGNALS)
 
 
@@ -99,12 +104,23 @@ def state_of_a_step(mesh, config):
 
     def count(*_):
         gradients = [whole(parameter.grad) for parameter in job.model.parameters()]
-        norms.append(float(torch.cat([gradient.double().flatten() for gradient in gradients]).norm()))
+        norms.append(
+            float(
+                torch.cat(
+                    [gradient.double().flatten() for gradient in gradients]
+                ).norm()
+            )
+        )
 
     job.optimizer.register_step_pre_hook(count)
     metrics, _ = job.step(1, Guard(config.guard, StopRequest(), job.device))
     kinds = {parameter.dtype for parameter in job.model.parameters()}
-    kinds |= {value.dtype for state in job.optimizer.state.values() for name, value in state.items() if name != "step"}
+    kinds |= {
+        value.dtype
+        for state in job.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    }
     return kinds, metrics.grad_norm, norms[0]
 
 
@@ -115,11 +131,15 @@ def whole(tensor):
 def half(folder, name, **changes):
     """A run whose parameters are in bfloat16, and what layers compute."""
     before = config(folder, name, **changes)
-    model = before.model.model_copy(update={"dtype": "bfloat16", "parameter_dtype": "bfloat16"})
+    model = before.model.model_copy(
+        update={"dtype": "bfloat16", "parameter_dtype": "bfloat16"}
+    )
     return before.model_copy(update={"model": model})
 
 
-@pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": {"on_host": True}}])
+@pytest.mark.parametrize(
+    "changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": {"on_host": True}}]
+)
 def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):
     unclipped = {"optimizer": {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
     outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
@@ -134,10 +154,14 @@ def test_a_run_in_bfloat16_learns_alike(pool, text, uninterrupted):
         if what == "loss":
             assert curve(text / "half")[step, what] == pytest.approx(value, rel=0.03)
     assert curve(text / "half")[STEPS, "loss"] < 0.9 * curve(text / "half")[1, "loss"]
-    assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in weights(text / "half").values()} == {
+        torch.bfloat16
+    }
 
 
-def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, uninterrupted):
+def test_a_run_without_its_newest_checkpoint_uses_the_previous(
+    pool, text, uninterrupted
+):
     damaged = config(text, "damaged")
     pool.run(train_and_see, 4, damaged, 3)
     run = text / "damaged"
@@ -146,7 +170,10 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # a line cut by a crash
     (_, _, lines), *_ = pool.run(train_and_see, 4, damaged)
-    assert any("skipped" in line and "step_00000004/rank_00002.safetensors" in line for line in lines)
+    assert any(
+        "skipped" in line and "step_00000004/rank_00002.safetensors" in line
+        for line in lines
+    )
     assert any(line.startswith("resuming after step 2 from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
@@ -155,20 +182,37 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("2 x 2", {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
-        *long(("heads over 2", {"mesh": {"tp": 2}}), ("striped", {"attention": {"layout": "striped"}})),
+        (
+            "2 x 2",
+            {
+                "mesh": {"replicate": 2},
+                "memory": {"folds": 3},
+                "optimizer": {"batch_size": 1},
+            },
+        ),
+        *long(
+            ("heads over 2", {"mesh": {"tp": 2}}),
+            ("striped", {"attention": {"layout": "striped"}}),
+        ),
     ],
 )
-def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, uninterrupted, name, changes):
+def test_another_mesh_or_layout_goes_on_with_the_same_tokens(
+    pool, text, uninterrupted, name, changes
+):
     pool.run(train_and_see, 4, config(text, f"moved {name}"), 2)
-    (_, _, lines), *_ = pool.run(train_and_see, 4, config(text, f"moved {name}", **changes))
+    (_, _, lines), *_ = pool.run(
+        train_and_see, 4, config(text, f"moved {name}", **changes)
+    )
     assert any("resuming after step 3" in line for line in lines)
     expected, found = curve(uninterrupted), curve(text / f"moved {name}")
     assert found.keys() == expected.keys()
     for (step, what), value in found.items():
         # bit-equal before, within rounding after; other tokens would differ in the second digit
         tolerance = 0 if step <= 3 else 1e-6 if what != "grad_norm" else 1e-5
-        assert value == pytest.approx(expected[step, what], rel=tolerance, abs=0), (step, what)
+        assert value == pytest.approx(expected[step, what], rel=tolerance, abs=0), (
+            step,
+            what,
+        )
 
 
 @pytest.mark.parametrize(
@@ -176,19 +220,29 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, uninter
     [
         ({}, ConfigError, "is finished at step 5; set steps above 5 to go on"),
         ({"seed": 3}, ConfigError, "holds a run with seed = 0, now it is 3"),
-        ({"model": {"path": "elsewhere"}}, ConfigError, "holds a run with model.path = null"),
+        (
+            {"model": {"path": "elsewhere"}},
+            ConfigError,
+            "holds a run with model.path = null",
+        ),
     ],
 )
-def test_what_cannot_go_on_is_refused_on_all_ranks(pool, text, uninterrupted, changes, error, message):
+def test_what_cannot_go_on_is_refused_on_all_ranks(
+    pool, text, uninterrupted, changes, error, message
+):
     outcomes = pool.outcomes(train_and_see, 4, config(text, "uninterrupted", **changes))
-    assert all(isinstance(outcome, error) and message in str(outcome) for outcome in outcomes), outcomes
+    assert all(
+        isinstance(outcome, error) and message in str(outcome) for outcome in outcomes
+    ), outcomes
 
 
 def test_fewer_steps_and_no_valid_checkpoint_are_refused(pool, text):
     hopeless = config(text, "hopeless")
     pool.run(train_and_see, 4, hopeless, 2)
     for outcome in pool.outcomes(train_and_see, 4, config(text, "hopeless", steps=2)):
-        assert isinstance(outcome, ConfigError) and "has come to step 3, beyond steps = 2" in str(outcome)
+        assert isinstance(
+            outcome, ConfigError
+        ) and "has come to step 3, beyond steps = 2" in str(outcome)
     for manifest in (text / "hopeless" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     outcomes = pool.outcomes(train_and_see, 4, hopeless)
@@ -200,13 +254,23 @@ def test_more_steps_go_on_from_a_finished_run(pool, text):
     pool.run(train_and_see, 4, config(text, "longer", steps=2))
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
     assert steps == 3 and "steps = 3 (the run began with 2)" in lines
-    assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
+    assert [step for step, name in curve(text / "longer") if name == "loss"] == [
+        1,
+        2,
+        3,
+    ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))]
+)
 def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):
     on_host = {"on_host": True}
     pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host), 2)
-    pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh))
+    pool.run(
+        train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh)
+    )
     for step, loss in curve(uninterrupted).items():
-        assert curve(text / f"on host, {name}")[step] == pytest.approx(loss, rel=1e-4), step
+        assert curve(text / f"on host, {name}")[step] == pytest.approx(
+            loss, rel=1e-4
+        ), step

@@ -31,7 +31,9 @@ def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
     with shown as doing:
         from ringspan.measure.cluster.doctor import examine, examine_job
 
-        result, is_first = examine_job(doing=doing) if is_job else (examine(ranks, doing), True)
+        result, is_first = (
+            examine_job(doing=doing) if is_job else (examine(ranks, doing), True)
+        )
     if is_first:
         if as_json:
             print(json.dumps(result))
@@ -45,25 +47,45 @@ def _show(result: dict[str, Any]) -> None:
     out = console()
     has = [name for name, available in result["backends"].items() if available]
     known = [(name, version) for name, version in result["versions"].items() if version]
-    facts(out, "versions and process groups", [*known, ("process groups", ", ".join(has) or "none")])
-    memory = [(_device(each), shown_bytes(each["memory_bytes"])) for each in result["devices"]]
+    facts(
+        out,
+        "versions and process groups",
+        [*known, ("process groups", ", ".join(has) or "none")],
+    )
+    memory = [
+        (_device(each), shown_bytes(each["memory_bytes"])) for each in result["devices"]
+    ]
     facts(out, "devices and their memory", memory)
     _show_kernels(out, result["kernels"])
-    speeds = [(f"{m['what']}, {m['dtype']}", shown_speed(m["flops"])) for m in result["measured_flops"]]
+    speeds = [
+        (f"{m['what']}, {m['dtype']}", shown_speed(m["flops"]))
+        for m in result["measured_flops"]
+    ]
     facts(out, "speed of the slowest rank", speeds)
     if result["cluster"]:
         _show_cluster(out, result)
     for each in result["missing"]:
-        paragraph(out, f"not installed: {each['name']}, for {each['needed_for']}: {each['remedy']}")
+        paragraph(
+            out,
+            f"not installed: {each['name']}, for {each['needed_for']}: {each['remedy']}",
+        )
     for problem in result["problems"]:
         style = "red" if problem["stops"] else "yellow"
-        paragraph(out, f"{problem['what']}; {problem['remedy']}", first="! ", style=style)
+        paragraph(
+            out, f"{problem['what']}; {problem['remedy']}", first="! ", style=style
+        )
     can = result["can_train"]
-    paragraph(out, "can train" if can else "cannot train", style="green" if can else "red")
+    paragraph(
+        out, "can train" if can else "cannot train", style="green" if can else "red"
+    )
 
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
-    running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
+    running = [
+        (name, _cases(kernel["serves"]))
+        for name, kernel in kernels.items()
+        if kernel["available"]
+    ]
     facts(out, "kernels and what they compute here", running or [("none", "")])
     others: dict[str, list[str]] = {}
     for name, kernel in kernels.items():
@@ -75,14 +97,36 @@ def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
 
 def _show_cluster(out: Any, result: dict[str, Any]) -> None:
     cluster = result["cluster"]
-    links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
+    links = {
+        link["from"]: shown_bandwidth(link["bytes_per_second"])
+        for link in cluster["links"]
+    }
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]
-    offsets = [f"{round(1e3 * offset):+d}" for offset in cluster["clock_offset_seconds"]]  # not of -0.3, which is -0
-    rows = [
-        [str(rank), fact["host"], fact["device"], links.get(rank, ""), offset, _ports(fact["listens"])]
-        for rank, (fact, offset) in enumerate(zip(cluster["ranks"], offsets, strict=True))
+    # not of -0.3, which is -0
+    offsets = [
+        f"{round(1e3 * offset):+d}" for offset in cluster["clock_offset_seconds"]
     ]
-    headers = ["rank", "host", "device", "to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
+    rows = [
+        [
+            str(rank),
+            fact["host"],
+            fact["device"],
+            links.get(rank, ""),
+            offset,
+            _ports(fact["listens"]),
+        ]
+        for rank, (fact, offset) in enumerate(
+            zip(cluster["ranks"], offsets, strict=True)
+        )
+    ]
+    headers = [
+        "rank",
+        "host",
+        "device",
+        "to the next",
+        f"clock ms (± {error_ms:.0f})",
+        "listens on",
+    ]
     table(out, "ranks", headers, rows)
     paragraph(out, f"ring against float64: relative error {cluster['ring_error']:.1e}")
     trial = result["trial"]
@@ -94,7 +138,9 @@ def _show_cluster(out: Any, result: dict[str, Any]) -> None:
         )
     bandwidth = result["bandwidth_bytes_per_second"]
     if bandwidth:
-        reached = next(m["flops"] for m in result["measured_flops"] if m["what"] == "attention")
+        reached = next(
+            m["flops"] for m in result["measured_flops"] if m["what"] == "attention"
+        )
         paragraph(
             out,
             f"all links at once: {shown_bandwidth(bandwidth)} each way. The transfer of a block is hidden from "
@@ -110,7 +156,13 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def _cases(serves: dict[str, float]) -> str:
-    return "; ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in serves.items()) or "nothing"
+    return (
+        "; ".join(
+            name if share == 1 else f"{name} {share:.0%}"
+            for name, share in serves.items()
+        )
+        or "nothing"
+    )
 
 
 def _ports(listens: list[str] | None) -> str:

@@ -26,7 +26,12 @@ from ringspan.cli.checks import (
 from ringspan.cli.console import console, hush, say, table
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
-from ringspan.evaluate.settings import PERPLEXITY, EvalSettings, HarnessSettings, local_folder
+from ringspan.evaluate.settings import (
+    PERPLEXITY,
+    EvalSettings,
+    HarnessSettings,
+    local_folder,
+)
 from ringspan.evaluate.tasks import TASKS, Task
 
 if TYPE_CHECKING:
@@ -40,35 +45,94 @@ app = typer.Typer(
 )
 
 Models = Annotated[
-    list[str], typer.Argument(help="Folders of models with their tokenizers, or names on the Hub.", show_default=False)
+    list[str],
+    typer.Argument(
+        help="Folders of models with their tokenizers, or names on the Hub.",
+        show_default=False,
+    ),
 ]
-Lengths = Annotated[str, typer.Option(help="Lengths to test, in tokens of prompt and answer, separated by commas.")]
-Depths = Annotated[str, typer.Option(help="Positions of the needle: 0 is the beginning of the text, 1 its end.")]
+Lengths = Annotated[
+    str,
+    typer.Option(
+        help="Lengths to test, in tokens of prompt and answer, separated by commas."
+    ),
+]
+Depths = Annotated[
+    str,
+    typer.Option(
+        help="Positions of the needle: 0 is the beginning of the text, 1 its end."
+    ),
+]
 Items = Annotated[int, typer.Option(help="Questions per length and depth.")]
 Seed = Annotated[int, typer.Option(help="Seed of the questions.")]
 Needles = Annotated[int, typer.Option(help="Number of values to find.")]
-Distractors = Annotated[int, typer.Option(help="Number of needles that the question does not ask for.")]
-Text = Annotated[list[str] | None, typer.Option(help="Text file to use, not Python's own documentation; repeatable.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Do not use the tokenizer's chat template.")]
-Out = Annotated[Path, typer.Option(help="Folder of the records; an interrupted run resumes from them.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw the result into this .png or .svg file.")]
-Page = Annotated[Path | None, typer.Option(help="Write pictures and tables of all models into this HTML file.")]
+Distractors = Annotated[
+    int, typer.Option(help="Number of needles that the question does not ask for.")
+]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(help="Text file to use, not Python's own documentation; repeatable."),
+]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="Do not use the tokenizer's chat template.")
+]
+Out = Annotated[
+    Path,
+    typer.Option(help="Folder of the records; an interrupted run resumes from them."),
+]
+Picture = Annotated[
+    Path | None, typer.Option(help="Draw the result into this .png or .svg file.")
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(help="Write pictures and tables of all models into this HTML file."),
+]
 
 
 def _command(task: Task) -> Callable[..., None]:
     def command(
-        models: Models, lengths: Lengths = "1024,2048,4096", depths: Depths = "0,0.25,0.5,0.75,1", items: Items = 20,
-        seed: Seed = 0, needles: Needles = task.needles or 1, distractors: Distractors = 0, text: Text = None,
-        plain: Plain = False, dtype: Dtype = "auto", cache_dtype: CacheDtype = "auto", nproc: Nproc = None, tp: Tp = 1,
-        weights: Weights = "auto", prefill_tokens: PrefillTokens = None, out: Out = Path("runs/eval"),
-        picture: Picture = None, page: Page = None, as_json: AsJson = False,
-    ) -> None:  # fmt: skip
+        models: Models,
+        lengths: Lengths = "1024,2048,4096",
+        depths: Depths = "0,0.25,0.5,0.75,1",
+        items: Items = 20,
+        seed: Seed = 0,
+        needles: Needles = task.needles or 1,
+        distractors: Distractors = 0,
+        text: Text = None,
+        plain: Plain = False,
+        dtype: Dtype = "auto",
+        cache_dtype: CacheDtype = "auto",
+        nproc: Nproc = None,
+        tp: Tp = 1,
+        weights: Weights = "auto",
+        prefill_tokens: PrefillTokens = None,
+        out: Out = Path("runs/eval"),
+        picture: Picture = None,
+        page: Page = None,
+        as_json: AsJson = False,
+    ) -> None:
         _evaluate(
-            task.name, models, nproc, out, picture, page, as_json, lengths=_numbers("lengths", lengths, int),
-            depths=_numbers("depths", depths, float), items=items, seed=seed,
-            needles=needles if task.needles else None, distractors=distractors, text=tuple(text or ()), plain=plain,
-            dtype=dtype, cache_dtype=cache_dtype, tp=tp, weights=weights, prefill_tokens=prefill_tokens,
-        )  # fmt: skip
+            task.name,
+            models,
+            nproc,
+            out,
+            picture,
+            page,
+            as_json,
+            lengths=_numbers("lengths", lengths, int),
+            depths=_numbers("depths", depths, float),
+            items=items,
+            seed=seed,
+            needles=needles if task.needles else None,
+            distractors=distractors,
+            text=tuple(text or ()),
+            plain=plain,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            tp=tp,
+            weights=weights,
+            prefill_tokens=prefill_tokens,
+        )
 
     import inspect
 
@@ -78,7 +142,11 @@ def _command(task: Task) -> Callable[..., None]:
         *([] if task.needs_text else ["text"]),
     }
     signature = inspect.signature(command)
-    kept = [parameter for name, parameter in signature.parameters.items() if name not in left_out]
+    kept = [
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in left_out
+    ]
     command.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
     command.__doc__ = task.about
     return command
@@ -93,9 +161,19 @@ def perplexity(
 ) -> None:  # fmt: skip
     """Loss by position in long documents, in nats per token and bits per byte: does more context help?"""
     _evaluate(
-        PERPLEXITY, models, nproc, out, picture, page, as_json, lengths=(length,), items=items, text=tuple(text or ()),
-        dtype=dtype, tp=tp,
-    )  # fmt: skip
+        PERPLEXITY,
+        models,
+        nproc,
+        out,
+        picture,
+        page,
+        as_json,
+        lengths=(length,),
+        items=items,
+        text=tuple(text or ()),
+        dtype=dtype,
+        tp=tp,
+    )
 
 
 for _task in TASKS.values():
@@ -103,20 +181,42 @@ for _task in TASKS.values():
         _task.name,
         epilog=f"Example: ringspan eval {_task.name} model tuned-model --lengths 4096,65536 --nproc 8 --page page.html",
     )(_command(_task))
-app.command(PERPLEXITY, epilog="Example: ringspan eval perplexity model --length 65536 --nproc 8 --page page.html")(
-    perplexity
+app.command(
+    PERPLEXITY,
+    epilog="Example: ringspan eval perplexity model --length 65536 --nproc 8 --page page.html",
+)(perplexity)
+
+
+@app.command(
+    epilog="Example: ringspan eval harness model --tasks niah_single_1,arc_easy --nproc 8 --json"
 )
-
-
-@app.command(epilog="Example: ringspan eval harness model --tasks niah_single_1,arc_easy --nproc 8 --json")
 def harness(
-    model: Annotated[str, typer.Argument(help="Folder of the model and its tokenizer, or a name on the Hub.")],
-    tasks: Annotated[str, typer.Option(help="Tasks or groups of lm-eval, separated by commas.", show_default=False)],
-    include: Annotated[Path | None, typer.Option(help="Folder with definitions of further tasks.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of the model and its tokenizer, or a name on the Hub."
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks or groups of lm-eval, separated by commas.", show_default=False
+        ),
+    ],
+    include: Annotated[
+        Path | None, typer.Option(help="Folder with definitions of further tasks.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Items per task at most.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of examples and samples; default: lm-eval's own.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of examples and samples; default: lm-eval's own."),
+    ] = None,
     dtype: Dtype = "auto",
     nproc: Nproc = None,
     tp: Tp = 1,
@@ -128,17 +228,28 @@ def harness(
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if include is not None and not include.is_dir():
-        raise ConfigError(f"--include {include}: there is no such folder; give one with lm-eval's task files")
+        raise ConfigError(
+            f"--include {include}: there is no such folder; give one with lm-eval's task files"
+        )
     check_folder("--out", out)
     settings = HarnessSettings(
-        folder=model, tasks=names, include=None if include is None else str(include.absolute()), limit=limit,
-        num_fewshot=num_fewshot, chat=chat, seed=seed, dtype=dtype, tp=tp,
-    )  # fmt: skip
+        folder=model,
+        tasks=names,
+        include=None if include is None else str(include.absolute()),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        chat=chat,
+        seed=seed,
+        dtype=dtype,
+        tp=tp,
+    )
     if nproc is not None:  # before a model is downloaded
         settings.generating().check_ranks(nproc)
     asked = replace(settings, folder=local_folder(model)), str(out.absolute())
     check = settings.generating().check_ranks
-    found, is_first = on_ranks(harness_rank, lambda: asked, nproc, check, forks=("ringspan.evaluate.runner",))
+    found, is_first = on_ranks(
+        harness_rank, lambda: asked, nproc, check, forks=("ringspan.evaluate.runner",)
+    )
     if not is_first:
         return
     result = {**found, "model": model}
@@ -147,10 +258,21 @@ def harness(
         return
 
     rows = [
-        [row["name"], row["metric"], f"{row['value']:.4f}", "" if row["items"] is None else str(row["items"])]
+        [
+            row["name"],
+            row["metric"],
+            f"{row['value']:.4f}",
+            "" if row["items"] is None else str(row["items"]),
+        ]
         for row in result["rows"]
     ]
-    table(console(), f"lm-eval: {model}", ["task", "metric", "value", "items"], rows, numbers=2)
+    table(
+        console(),
+        f"lm-eval: {model}",
+        ["task", "metric", "value", "items"],
+        rows,
+        numbers=2,
+    )
 
 
 def harness_rank(settings: "HarnessSettings", out: str) -> dict[str, Any] | None:
@@ -164,7 +286,9 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...
     try:
         return tuple(kind(part.strip().replace("_", "")) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--{name} {text}: give numbers separated by commas, such as 1024,4096") from error
+        raise ConfigError(
+            f"--{name} {text}: give numbers separated by commas, such as 1024,4096"
+        ) from error
 
 
 def _evaluate(
@@ -188,7 +312,9 @@ def _evaluate(
     from ringspan.report.evaluation import save_picture, short_names, write_page
 
     results: list[Any]
-    local = [replace(settings, folder=local_folder(settings.folder)) for settings in every]
+    local = [
+        replace(settings, folder=local_folder(settings.folder)) for settings in every
+    ]
     results, is_first = run(local, str(out.absolute()), nproc, short_names(models))
     if not is_first:
         return
@@ -208,25 +334,46 @@ def _evaluate(
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     if len(results) == 1:
         return results[0]
-    rows = [{"model": result["model"], **row} for result in results for row in result["rows"]]
-    skipped = [{"model": result["model"], **row} for result in results for row in result["skipped"]]
-    own = {"model": [result["model"] for result in results], "records": [result["records"] for result in results]}
+    rows = [
+        {"model": result["model"], **row}
+        for result in results
+        for row in result["rows"]
+    ]
+    skipped = [
+        {"model": result["model"], **row}
+        for result in results
+        for row in result["skipped"]
+    ]
+    own = {
+        "model": [result["model"] for result in results],
+        "records": [result["records"] for result in results],
+    }
     return {**results[0], **own, "rows": rows, "skipped": skipped}
 
 
-def run(every: list[EvalSettings], out: str, nproc: int | None, names: list[str]) -> tuple[list[dict[str, Any]], bool]:
+def run(
+    every: list[EvalSettings], out: str, nproc: int | None, names: list[str]
+) -> tuple[list[dict[str, Any]], bool]:
     def arguments() -> tuple[list[EvalSettings], str, list[str]]:
         from ringspan.generate.folder import load_config, load_tokenizer
 
         for settings in every:
-            load_tokenizer(settings.folder, load_config(settings.generating()), chats=settings.chats)
+            load_tokenizer(
+                settings.folder,
+                load_config(settings.generating()),
+                chats=settings.chats,
+            )
         return every, out, names
 
     check = every[0].generating().check_ranks
-    return on_ranks(evaluate_ranks, arguments, nproc, check, forks=("ringspan.evaluate.runner",))
+    return on_ranks(
+        evaluate_ranks, arguments, nproc, check, forks=("ringspan.evaluate.runner",)
+    )
 
 
-def evaluate_ranks(every: list[EvalSettings], out: str, names: list[str] | None = None) -> list[dict[str, Any]]:
+def evaluate_ranks(
+    every: list[EvalSettings], out: str, names: list[str] | None = None
+) -> list[dict[str, Any]]:
     """Evaluate models, each shown by its name, or else its folder."""
     import torch.distributed as dist
 
@@ -234,9 +381,15 @@ def evaluate_ranks(every: list[EvalSettings], out: str, names: list[str] | None 
 
     hush()
     results = []
-    with console(stderr=True).status("reading the texts") if dist.get_rank() == 0 else nullcontext():
+    with (
+        console(stderr=True).status("reading the texts")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
         found = plans(every)
-    for settings, planned, name in zip(every, found, names or [each.folder for each in every], strict=True):
+    for settings, planned, name in zip(
+        every, found, names or [each.folder for each in every], strict=True
+    ):
         shown = _watched(name) if dist.get_rank() == 0 else nullcontext(EvalObserver())
         with shown as observer:
             results.append(evaluate_rank(settings, planned, out, observer))
@@ -245,7 +398,13 @@ def evaluate_ranks(every: list[EvalSettings], out: str, names: list[str] | None 
 
 @contextmanager
 def _watched(name: str) -> "Iterator[EvalObserver]":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     from ringspan.evaluate.runner import EvalObserver
 
@@ -257,7 +416,13 @@ def _watched(name: str) -> "Iterator[EvalObserver]":
 
         yield EvalObserver(did=did, noticed=lambda line: say(f"{name}: {line}"))
         return
-    columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=out) as progress:
         task = progress.add_task("starting", total=None)
 
@@ -270,7 +435,9 @@ def _watched(name: str) -> "Iterator[EvalObserver]":
         def doing(what: str) -> None:
             progress.update(task, description=what)
 
-        yield EvalObserver(doing=doing, read=read, did=moved, noticed=progress.console.print)
+        yield EvalObserver(
+            doing=doing, read=read, did=moved, noticed=progress.console.print
+        )
 
 
 def _print(results: list[dict[str, Any]], *files: Path | None) -> None:
@@ -279,9 +446,17 @@ def _print(results: list[dict[str, Any]], *files: Path | None) -> None:
     out = console()
     for result in results:
         headers, rows = cells(result["rows"])
-        table(out, f"{result['task']}: {result['model']}", headers, rows, numbers=len(headers) - 1)
+        table(
+            out,
+            f"{result['task']}: {result['model']}",
+            headers,
+            rows,
+            numbers=len(headers) - 1,
+        )
         for each in result["skipped"]:
-            out.print(f"skipped: {each['length']:,} tokens, {each['why']}", soft_wrap=True)
+            out.print(
+                f"skipped: {each['length']:,} tokens, {each['why']}", soft_wrap=True
+            )
     for file in files:
         if file is not None:
             out.print(f"wrote {file}", soft_wrap=True)

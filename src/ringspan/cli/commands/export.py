@@ -18,13 +18,30 @@ EPILOG = (
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="Folder of the run; with --merge, of an adapter.")],
-    step: Annotated[str, typer.Argument(help="Step of a checkpoint, or latest; with --merge, the folder to create.")],
+    run: Annotated[
+        Path, typer.Argument(help="Folder of the run; with --merge, of an adapter.")
+    ],
+    step: Annotated[
+        str,
+        typer.Argument(
+            help="Step of a checkpoint, or latest; with --merge, the folder to create."
+        ),
+    ],
     folder: Annotated[
-        Path | None, typer.Argument(help="Folder to create; left out with --merge.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="Folder to create; left out with --merge.", show_default=False
+        ),
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model, in memory.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 2GB.")] = "5GB",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Merge an adapter into its base model, in memory."
+        ),
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest file, such as 2GB.")
+    ] = "5GB",
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of a run, or an adapter with its base, as an ordinary Hugging Face folder in this process.
@@ -43,7 +60,9 @@ def command(
         hush()
         said = dict[str, str | int]()
         if merge:
-            num_bytes = export_merged(run, target, max_shard_size=max_shard_size, doing=status.update)
+            num_bytes = export_merged(
+                run, target, max_shard_size=max_shard_size, doing=status.update
+            )
         else:
             at = None if step == "latest" else int(step)
             said["step"], num_bytes = export_checkpoint(

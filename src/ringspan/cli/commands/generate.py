@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights, on_ranks
+from ringspan.cli.checks import (
+    AsJson,
+    CacheDtype,
+    Dtype,
+    Nproc,
+    PrefillTokens,
+    Tp,
+    Weights,
+    on_ranks,
+)
 from ringspan.cli.console import console, hush, say
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
@@ -31,17 +40,33 @@ EPILOG = (
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Folder of a model or adapter, and its tokenizer.", show_default=False)],
-    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads standard input.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Text file with the prompt; - reads standard input.")] = None,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of a model or adapter, and its tokenizer.", show_default=False
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; - reads standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="Text file with the prompt; - reads standard input."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 200,
     temperature: Annotated[
-        float | None, typer.Option(help="Sample at this temperature; below 1 favours likely tokens.")
+        float | None,
+        typer.Option(help="Sample at this temperature; below 1 favours likely tokens."),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens with this probability in all.")
+        float | None,
+        typer.Option(
+            help="Sample from the likeliest tokens with this probability in all."
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the K likeliest tokens.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
     cache_dtype: CacheDtype = "auto",
@@ -49,11 +74,19 @@ def command(
     tp: Tp = 1,
     weights: Weights = "auto",
     prefill_tokens: PrefillTokens = None,
-    load_cache: Annotated[Path | None, typer.Option(help="Continue the text of a folder of --save-cache.")] = None,
-    save_cache: Annotated[
-        Path | None, typer.Option(help="Save the cache, without the last token, in a new folder.")
+    load_cache: Annotated[
+        Path | None, typer.Option(help="Continue the text of a folder of --save-cache.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Answer line by line until Ctrl-D, keeping the cache.")] = False,
+    save_cache: Annotated[
+        Path | None,
+        typer.Option(help="Save the cache, without the last token, in a new folder."),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Answer line by line until Ctrl-D, keeping the cache."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read a prompt on a ring of processes, and print the model's continuation.
@@ -63,11 +96,20 @@ def command(
     from ringspan.generate.settings import GenerateSettings
 
     settings = GenerateSettings(
-        folder=str(model), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        dtype=dtype, cache_dtype=cache_dtype, tp=tp, weights=weights, prefill_tokens=prefill_tokens,
+        folder=str(model),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        tp=tp,
+        weights=weights,
+        prefill_tokens=prefill_tokens,
         load_cache=None if load_cache is None else str(load_cache),
         save_cache=None if save_cache is None else str(save_cache),
-    )  # fmt: skip
+    )
     check_folder(model)
     _check_prompt(prompt, prompt_file, chat, as_json)
     has_prompt = prompt is not None or prompt_file is not None
@@ -80,22 +122,32 @@ def command(
 
 def check_folder(model: Path) -> None:
     if not model.is_dir():
-        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+        raise ConfigError(
+            f"{model}: there is no such folder; give one with a model and its tokenizer"
+        )
     if reason := why_no_model(model):
         raise ConfigError(f"{model}: {reason}")
 
 
-def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
+def _check_prompt(
+    prompt: str | None, file: Path | None, chat: bool, as_json: bool
+) -> None:
     given = [value for value in (prompt, file) if value is not None]
     if len(given) > 1 or not (given or chat):
         raise ConfigError("give either --prompt or --prompt-file")
     if chat and "-" in map(str, given):
-        raise ConfigError("--chat reads its lines from standard input; give the first prompt in a file")
+        raise ConfigError(
+            "--chat reads its lines from standard input; give the first prompt in a file"
+        )
     if chat and as_json:
-        raise ConfigError("--json prints one answer, and --chat has many; leave one out")
+        raise ConfigError(
+            "--json prints one answer, and --chat has many; leave one out"
+        )
 
 
-def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
+def prompt_text(
+    prompt: str | None, file: Path | None, option: str = "--prompt-file"
+) -> str:
     name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
@@ -105,7 +157,9 @@ def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-f
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: is not UTF-8 text (byte {error.start}); convert it") from error
+        raise ConfigError(
+            f"{name}: is not UTF-8 text (byte {error.start}); convert it"
+        ) from error
     if not text:
         raise ConfigError(f"{name}: the prompt is empty; at least one token is needed")
     return text
@@ -135,7 +189,13 @@ def run(
 
     with _standard_input() if chat and not under_torchrun else nullcontext() as pipe:
         ranks = chat_rank if chat else generate_rank
-        return on_ranks(ranks, arguments, nproc, settings.check_ranks, forks=("ringspan.generate.session",))
+        return on_ranks(
+            ranks,
+            arguments,
+            nproc,
+            settings.check_ranks,
+            forks=("ringspan.generate.session",),
+        )
 
 
 @contextmanager
@@ -154,7 +214,13 @@ def _standard_input() -> Iterator[str]:
         yield pipe
 
 
-def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None, *, chats: bool = False) -> Any:
+def prompt_ids(
+    settings: "GenerateSettings",
+    text: str | None,
+    most: int | None = None,
+    *,
+    chats: bool = False,
+) -> Any:
     """Tokenize at most ``most`` tokens and check the model's room; none for a chat that has not begun."""
     import numpy as np
 
@@ -165,7 +231,8 @@ def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None 
     tokenizer = load_tokenizer(settings.folder, config, chats=chats)
     if text is None:
         return np.array([])
-    is_beginning = settings.load_cache is None  # of the whole text, where a tokenizer may put a token of its own
+    # of the whole text, where a tokenizer may put a token of its own
+    is_beginning = settings.load_cache is None
     ids = tokenizer(text, add_special_tokens=is_beginning).input_ids[:most]
     check_ids(ids, settings, config)
     return np.array(ids)
@@ -176,7 +243,9 @@ def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answe
         return model.answer_once(ids.tolist())
 
 
-def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None) -> None:
+def chat_rank(
+    settings: "GenerateSettings", first: str | None, pipe: str | None
+) -> None:
     """Run a rank's part of a chat, which rank 0 reads from a named pipe or standard input."""
     import torch.distributed as dist
 

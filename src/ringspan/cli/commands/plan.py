@@ -31,21 +31,42 @@ DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 100_000, 200
 
 
 Model = Annotated[
-    str, typer.Option(help=f"A config.json or its folder, a Hugging Face id, or one of these: {', '.join(MODELS)}.")
+    str,
+    typer.Option(
+        help=f"A config.json or its folder, a Hugging Face id, or one of these: {', '.join(MODELS)}."
+    ),
 ]
 Devices = Annotated[int, typer.Option(min=1, help="Number of accelerators.")]
 Device = Annotated[
-    str, typer.Option(help="Kind of accelerator: h100, b200, mi300x, v5p, ..., or numbers: flops=...,memory_bytes=...")
+    str,
+    typer.Option(
+        help="Kind of accelerator: h100, b200, mi300x, v5p, ..., or numbers: flops=...,memory_bytes=..."
+    ),
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Number of machines; default: as this kind is usually built.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of machines; default: as this kind is usually built."
+    ),
+]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences per optimizer step, on all devices.")]
-BatchOrPrompts = Annotated[
-    int, typer.Option(min=1, help="Sequences per optimizer step on all devices, or prompts at once.")
+Batch = Annotated[
+    int, typer.Option(min=1, help="Sequences per optimizer step, on all devices.")
 ]
-Dtype = Annotated[str, typer.Option(help="Dtype of computing (model.dtype): bfloat16 or float32.")]
+BatchOrPrompts = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Sequences per optimizer step on all devices, or prompts at once."
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="Dtype of computing (model.dtype): bfloat16 or float32.")
+]
 ParameterDtype = Annotated[
-    str, typer.Option(help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16.")
+    str,
+    typer.Option(
+        help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16."
+    ),
 ]
 Route = Annotated[
     str,
@@ -53,7 +74,12 @@ Route = Annotated[
         help="auto, or ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, ulysses:U, ulysses:U+ROUTE."
     ),
 ]
-CommDtype = Annotated[str, typer.Option(help="Dtype of keys and values in messages: exact, bfloat16, float8 or int8.")]
+CommDtype = Annotated[
+    str,
+    typer.Option(
+        help="Dtype of keys and values in messages: exact, bfloat16, float8 or int8."
+    ),
+]
 
 
 # Options of a training step without a part in a comparison of groups, and those without a part in generation.
@@ -79,44 +105,96 @@ def command(
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
     folds: Annotated[
-        int, typer.Option(min=0, help="Parts of a sequence, computed in turn; 0: as many as it takes.")
+        int,
+        typer.Option(
+            min=0, help="Parts of a sequence, computed in turn; 0: as many as it takes."
+        ),
     ] = 1,
-    lora: Annotated[int, typer.Option(min=0, help="Train adapters of this rank on all linear layers; 0: none.")] = 0,
+    lora: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Train adapters of this rank on all linear layers; 0: none."
+        ),
+    ] = 0,
     weights: Annotated[
-        str, typer.Option(help="With --lora: pack the frozen weights: int8, int4, nf4, nf4-double.")
+        str,
+        typer.Option(
+            help="With --lora: pack the frozen weights: int8, int4, nf4, nf4-double."
+        ),
     ] = "",
     optimizer_state: Annotated[
-        str, typer.Option(help="Pack AdamW's moments, as optimizer.state does: float32 (not packed), 8bit or 4bit.")
+        str,
+        typer.Option(
+            help="Pack AdamW's moments, as optimizer.state does: float32 (not packed), 8bit or 4bit."
+        ),
     ] = "float32",
-    images: Annotated[str | None, typer.Option(help="Images per sequence: a number, or 8x448x448 (with size).")] = None,
-    frames: Annotated[str | None, typer.Option(help="Frames of video per sequence, in the same form.")] = None,
-    sound: Annotated[int | None, typer.Option(min=1, help="Windows of sound per sequence.")] = None,
+    images: Annotated[
+        str | None,
+        typer.Option(help="Images per sequence: a number, or 8x448x448 (with size)."),
+    ] = None,
+    frames: Annotated[
+        str | None, typer.Option(help="Frames of video per sequence, in the same form.")
+    ] = None,
+    sound: Annotated[
+        int | None, typer.Option(min=1, help="Windows of sound per sequence.")
+    ] = None,
     documents: Annotated[
         str | None,
         typer.Option(
             help="Compare layouts for packed documents: a .json list of lengths, or lognormal:MEDIAN[,SIGMA]."
         ),
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Get the memory from the real step on fake tensors.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="The rank to trace; default: 0.")] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Get the memory from the real step on fake tensors."
+        ),
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="The rank to trace; default: 0.")
+    ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the traced memory, or work per rank of --documents: .png, .svg or .pdf.")
+        Path | None,
+        typer.Option(
+            help="Draw the traced memory, or work per rank of --documents: .png, .svg or .pdf."
+        ),
     ] = None,
-    generate: Annotated[bool, typer.Option("--generate", help="Plan generation for --batch prompts instead.")] = False,
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Plan generation for --batch prompts instead."),
+    ] = False,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="With --generate or --group: prompt tokens; default: 100000.")
+        int | None,
+        typer.Option(
+            min=1, help="With --generate or --group: prompt tokens; default: 100000."
+        ),
     ] = None,
-    new_tokens: Annotated[int | None, typer.Option(min=1, help="With --generate: new tokens; default: 200.")] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --generate: new tokens; default: 200."),
+    ] = None,
     group: Annotated[
-        int | None, typer.Option(min=2, help="Compare so many answers to --prompt tokens as a tree with separate rows.")
+        int | None,
+        typer.Option(
+            min=2,
+            help="Compare so many answers to --prompt tokens as a tree with separate rows.",
+        ),
     ] = None,
-    completion: Annotated[int | None, typer.Option(min=1, help="With --group: tokens of each answer.")] = None,
+    completion: Annotated[
+        int | None, typer.Option(min=1, help="With --group: tokens of each answer.")
+    ] = None,
     why_not: Annotated[
         str | None,
-        typer.Option(help="Print why the plan is not this: fsdp (whole sequences per device), or a --route."),
+        typer.Option(
+            help="Print why the plan is not this: fsdp (whole sequences per device), or a --route."
+        ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also print memory, links, reasons, and the tables and call to copy.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Also print memory, links, reasons, and the tables and call to copy.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -128,16 +206,31 @@ def command(
     separate rows (docs/shared-prefixes.md). --generate plans generation: whether weights and cache fit, on
     which mesh, and the time to the first and to each later token.
     """
-    for mode, is_asked, others in (("generate", generate, _OF_TRAINING), ("group", group, _OF_SEQUENCES)):
-        given = [name for name in others if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    for mode, is_asked, others in (
+        ("generate", generate, _OF_TRAINING),
+        ("group", group, _OF_SEQUENCES),
+    ):
+        given = [
+            name
+            for name in others
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        ]
         if is_asked and given:
             option = given[0].replace("_", "-")
-            raise ConfigError(f"--{option} is for a training step of its own; leave it out, or --{mode}")
+            raise ConfigError(
+                f"--{option} is for a training step of its own; leave it out, or --{mode}"
+            )
     if generate:
         answer = planned_text(
-            model, device, devices, nodes, batch=batch, dtype=dtype, prompt=prompt or DEFAULT_PROMPT,
+            model,
+            device,
+            devices,
+            nodes,
+            batch=batch,
+            dtype=dtype,
+            prompt=prompt or DEFAULT_PROMPT,
             new_tokens=new_tokens or DEFAULT_NEW_TOKENS,
-        )  # fmt: skip
+        )
         if as_json:
             print(json.dumps(answer.as_json()))
             return
@@ -151,28 +244,53 @@ def command(
     from ringspan.plan.model.media import read_media
 
     if (group is None) != (completion is None):
-        raise ConfigError("--group and --completion say together how many answers of how many tokens; give both")
-    for name, value in (("prompt", None if group else prompt), ("new-tokens", new_tokens)):
+        raise ConfigError(
+            "--group and --completion say together how many answers of how many tokens; give both"
+        )
+    for name, value in (
+        ("prompt", None if group else prompt),
+        ("new-tokens", new_tokens),
+    ):
         if value is not None:
             raise ConfigError(f"--{name} {value} is for generation; add --generate")
     if picture:
         if trace == (documents is not None):
-            raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
+            raise ConfigError(
+                f"--picture {picture} draws a trace, or documents; add --trace or --documents"
+            )
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
     if trace and optimizer_state != "float32":
-        raise ConfigError(f"--optimizer-state {optimizer_state}: --trace runs PyTorch's AdamW; leave one out")
+        raise ConfigError(
+            f"--optimizer-state {optimizer_state}: --trace runs PyTorch's AdamW; leave one out"
+        )
     lengths = read_documents(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     media = read_media(images, frames, sound)
     question = question_of(
-        model, device, devices, nodes, media, lora, weights, length=length, batch=batch, dtype=dtype,
-        parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype, folds=folds,
-        optimizer_state=find_name("--optimizer-state", optimizer_state, tuple(MOMENT_BYTES), ConfigError),
-    )  # fmt: skip
+        model,
+        device,
+        devices,
+        nodes,
+        media,
+        lora,
+        weights,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+        route=route,
+        comm_dtype=comm_dtype,
+        folds=folds,
+        optimizer_state=find_name(
+            "--optimizer-state", optimizer_state, tuple(MOMENT_BYTES), ConfigError
+        ),
+    )
     if group and completion:
-        _compare_group(question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json)
+        _compare_group(
+            question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json
+        )
         return
     from ringspan.plan.planner import make_plan
 
@@ -181,9 +299,13 @@ def command(
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
     if lengths and answer.setting.folds > 1:
-        raise ConfigError(f"--documents {documents} are not timed in --folds {folds}; leave one out")
+        raise ConfigError(
+            f"--documents {documents} are not timed in --folds {folds}; leave one out"
+        )
     if lengths and not answer.fits:
-        raise ConfigError(f"--documents {documents}: the step does not fit, so no layout is timed; see it without them")
+        raise ConfigError(
+            f"--documents {documents}: the step does not fit, so no layout is timed; see it without them"
+        )
     layouts = _layouts(answer, lengths, quiet=as_json) if lengths else []
     if layouts:
         result["documents"] = {
@@ -211,23 +333,35 @@ def command(
         show(answer, result, shown_mesh(result), layouts, explain=explain)
 
 
-def _compare_group(question: "Question", group: int, prompt: int, completion: int, *, as_json: bool) -> None:
+def _compare_group(
+    question: "Question", group: int, prompt: int, completion: int, *, as_json: bool
+) -> None:
     from ringspan.cli.plan_tables import show_group
     from ringspan.plan.group import compare_group
 
     ways = compare_group(question, group, prompt, completion)
     if as_json:
-        print(json.dumps({"group": group, "prompt": prompt, "completion": completion} | ways))
+        print(
+            json.dumps(
+                {"group": group, "prompt": prompt, "completion": completion} | ways
+            )
+        )
     else:
         title = f"{group} answers of {completion:,} tokens to each prompt of {prompt:,}: {question.shape.name}"
         meshes = {name: shown_mesh(way) for name, way in ways.items()}
-        show_group(f"{title}, {question.devices:,} x {question.device.title}", ways, meshes)
+        show_group(
+            f"{title}, {question.devices:,} x {question.device.title}", ways, meshes
+        )
 
 
-def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
+def _layouts(
+    answer: "Plan", lengths: tuple[int, ...], *, quiet: bool
+) -> "list[LayoutCost]":
     from ringspan.plan.documents import compare_layouts
 
-    with console(stderr=True, quiet=quiet).status(f"timing {len(lengths):,} documents on each layout"):
+    with console(stderr=True, quiet=quiet).status(
+        f"timing {len(lengths):,} documents on each layout"
+    ):
         return compare_layouts(answer.question, answer.setting, lengths)
 
 
@@ -236,7 +370,9 @@ def check_dtypes(dtype: str, parameter_dtype: str = "float32") -> None:
 
     for option, name in (("--dtype", dtype), ("--parameter-dtype", parameter_dtype)):
         if name == "float16":
-            raise ConfigError(f"{option} float16 overflows without loss scaling, which is not done; use bfloat16")
+            raise ConfigError(
+                f"{option} float16 overflows without loss scaling, which is not done; use bfloat16"
+            )
         find_name(option, name, ("float32", "bfloat16"), ConfigError)
 
 
@@ -250,10 +386,14 @@ def question_of(
 
     check_dtypes(dtype, parameter_dtype)
     return Question(
-        device=_kind(device, devices, nodes), shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
-        devices=devices, dtype=dtype, parameter_dtype=parameter_dtype,
-        comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError), **asked,
-    )  # fmt: skip
+        device=_kind(device, devices, nodes),
+        shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
+        devices=devices,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+        comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
+        **asked,
+    )
 
 
 def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
@@ -264,17 +404,31 @@ def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
     if weights:
         find_name("--weights", weights, tuple(PACKED_BYTES)[1:], ConfigError)
         if not lora:
-            raise ConfigError(f"--weights {weights} freezes the weights; add --lora 16 to train adapters")
+            raise ConfigError(
+                f"--weights {weights} freezes the weights; add --lora 16 to train adapters"
+            )
     return shape.adapted(lora, weights) if lora else shape
 
 
-def planned_text(model: str, device: str, devices: int, nodes: int | None, *, dtype: str, **asked: int) -> "TextPlan":
+def planned_text(
+    model: str,
+    device: str,
+    devices: int,
+    nodes: int | None,
+    *,
+    dtype: str,
+    **asked: int,
+) -> "TextPlan":
     from ringspan.plan.generation.planner import TextQuestion, plan_text
     from ringspan.plan.model.configs import model_shape
 
     check_dtypes(dtype)
     kind = _kind(device, devices, nodes)
-    return plan_text(TextQuestion(device=kind, shape=model_shape(model), devices=devices, dtype=dtype, **asked))
+    return plan_text(
+        TextQuestion(
+            device=kind, shape=model_shape(model), devices=devices, dtype=dtype, **asked
+        )
+    )
 
 
 def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
@@ -286,14 +440,18 @@ def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
     if nodes is None:
         return kind
     if devices % nodes:
-        raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly; choose a divisor")
+        raise ConfigError(
+            f"--nodes {nodes} do not share {devices} devices evenly; choose a divisor"
+        )
     return replace(kind, devices_per_node=devices // nodes)
 
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     from ringspan.measure.trace.dry_run import summary, trace_plan
 
-    with console(stderr=True, quiet=quiet).status("tracing the training step on fake tensors"):
+    with console(stderr=True, quiet=quiet).status(
+        "tracing the training step on fake tensors"
+    ):
         return summary(trace_plan(answer, rank), answer.question.device.memory_bytes)
 
 
@@ -308,7 +466,9 @@ def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
     trace_picture(result["timeline"], question.device.memory_bytes, title, picture)
 
 
-def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, ...], picture: Path) -> None:
+def _draw_documents(
+    answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, ...], picture: Path
+) -> None:
     from ringspan.core.geometry.balanced import batch_layout
     from ringspan.core.geometry.mask import documents
     from ringspan.report.ring_pictures import ring_picture
@@ -321,6 +481,10 @@ def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, .
 
 def shown_mesh(result: dict[str, Any]) -> str:
     """Format a plan's mesh; Ulysses groups are inside the ring, and the route names them."""
-    axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
+    axes = {
+        name: size
+        for name, size in result["mesh"].items()
+        if name in ("replicate", "ring") or size > 1
+    }
     axes.pop("ulysses", None)
     return " x ".join(f"{name} {size}" for name, size in axes.items())

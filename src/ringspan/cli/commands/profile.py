@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.checks import AsJson, LocalRanks, check_folder, on_ranks, refuse_under_torchrun
+from ringspan.cli.checks import (
+    AsJson,
+    LocalRanks,
+    check_folder,
+    on_ranks,
+    refuse_under_torchrun,
+)
 from ringspan.cli.commands import plan
 from ringspan.cli.console import say
 from ringspan.core.errors import ConfigError
@@ -30,14 +36,29 @@ def command(
     model: plan.Model = "qwen3-0.6b",
     ranks: LocalRanks = None,
     length: plan.Length = 4096,
-    batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences per micro-step.")] = 1,
-    layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
-    route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
-    checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
-    layers_per_checkpoint: Annotated[int, typer.Option(min=1, help="Layers that share one kept input.")] = 1,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1 << 30, help="Sequences per micro-step.")
+    ] = 1,
+    layout: Annotated[
+        str, typer.Option(help="zigzag, striped or contiguous.")
+    ] = "zigzag",
+    route: Annotated[
+        str,
+        typer.Option(
+            help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U]."
+        ),
+    ] = "ring",
+    checkpoint: Annotated[
+        str, typer.Option(help="none, attention or full.")
+    ] = "attention",
+    layers_per_checkpoint: Annotated[
+        int, typer.Option(min=1, help="Layers that share one kept input.")
+    ] = 1,
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
-    out: Annotated[Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")] = Path("profile"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")
+    ] = Path("profile"),
     as_json: AsJson = False,
 ) -> None:
     """Run three steps of a model with random weights on a ring, and draw each rank's memory and hops.
@@ -61,16 +82,30 @@ def command(
     under_torchrun = is_rank()
     if under_torchrun:
         refuse_under_torchrun(ranks=ranks)
-    ring = int(os.environ["WORLD_SIZE"]) if under_torchrun else default_ranks() if ranks is None else ranks
+    ring = (
+        int(os.environ["WORLD_SIZE"])
+        if under_torchrun
+        else default_ranks()
+        if ranks is None
+        else ranks
+    )
     setting = Setting(
-        length=length, ring=ring, batch=batch, layout=layout_name(layout), route=route,
-        checkpoint=checkpoint_name(checkpoint), layers_per_checkpoint=layers_per_checkpoint, compute_dtype=dtype,
+        length=length,
+        ring=ring,
+        batch=batch,
+        layout=layout_name(layout),
+        route=route,
+        checkpoint=checkpoint_name(checkpoint),
+        layers_per_checkpoint=layers_per_checkpoint,
+        compute_dtype=dtype,
         parameter_dtype=parameter_dtype,
-    )  # fmt: skip
+    )
     plan.check_dtypes(dtype, parameter_dtype)
     needed = Layout(setting.layout, length, setting.ring).granularity
     if length < needed:
-        raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")
+        raise ConfigError(
+            f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}"
+        )
     shape = model_shape(model)
     # Here, not in each rank:
     if not under_torchrun:
@@ -78,20 +113,32 @@ def command(
     check_segments(setting.checkpoint, layers_per_checkpoint)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
     profiles, is_first = on_ranks(
-        profile_rank, lambda: (shape, setting, out, say), None if under_torchrun else setting.ring
+        profile_rank,
+        lambda: (shape, setting, out, say),
+        None if under_torchrun else setting.ring,
     )
     if is_first:
         _show(profiles, shape.name, setting, out, as_json)
 
 
-def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
+def _show(
+    profiles: "list[RankProfile]",
+    name: str,
+    setting: "Setting",
+    out: Path,
+    as_json: bool,
+) -> None:
     from ringspan.report.profile_page import write_report
 
     title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.compute_dtype}"
     paths = write_report(profiles, out, title)
     if as_json:
         files = [str(path) for path in paths]
-        print(json.dumps({"ranks": [profile.as_json() for profile in profiles], "files": files}))
+        print(
+            json.dumps(
+                {"ranks": [profile.as_json() for profile in profiles], "files": files}
+            )
+        )
         return
     for profile in profiles:
         print(

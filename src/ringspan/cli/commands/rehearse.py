@@ -9,7 +9,12 @@ from ringspan.cli.checks import AsJson
 from ringspan.cli.commands import plan
 from ringspan.cli.console import console, facts, table, working
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
+from ringspan.core.messages.units import (
+    shown_bandwidth,
+    shown_bytes,
+    shown_seconds,
+    shown_speed,
+)
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.rehearsal import Rehearsal
@@ -37,14 +42,28 @@ def command(
     from ringspan.plan.planner import make_plan
 
     question = plan.question_of(
-        model, device, devices, nodes, length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype,
-        route=route, comm_dtype=comm_dtype,
-    )  # fmt: skip
+        model,
+        device,
+        devices,
+        nodes,
+        length=length,
+        batch=batch,
+        dtype=dtype,
+        parameter_dtype=parameter_dtype,
+        route=route,
+        comm_dtype=comm_dtype,
+    )
     answer = make_plan(question)
     setting = answer.setting
-    link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
+    link = (
+        answer.question.device.bandwidth(setting.ring * setting.tp)
+        if bandwidth is None
+        else bandwidth
+    )
     if not 0 < link < float("inf"):
-        raise ConfigError(f"--bandwidth {bandwidth}: should be a positive number of bytes/s")
+        raise ConfigError(
+            f"--bandwidth {bandwidth}: should be a positive number of bytes/s"
+        )
     with working() as doing:
         measured = rehearse_plan(answer, rank, link, doing)
         doing("measuring matrix products")
@@ -65,7 +84,9 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     question, setting = answer.question, answer.setting
     micro_steps = question.batch // (setting.replicate * setting.batch)
     step_seconds = micro_steps * measured.step_seconds
-    flops = question.batch * model_flops(question.shape, setting.length) / question.devices
+    flops = (
+        question.batch * model_flops(question.shape, setting.length) / question.devices
+    )
     matmul_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
     predicted = max(
         step_seconds + micro_steps * measured.exposed_seconds,
@@ -79,7 +100,10 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
         "measured_step_seconds": step_seconds,
         "measured_matmul_utilization": flops / step_seconds / matmul_flops,
         "measured_matmul_flops": matmul_flops,
-        "layers": [{"forward_seconds": f, "backward_seconds": b} for f, b in measured.layer_seconds],
+        "layers": [
+            {"forward_seconds": f, "backward_seconds": b}
+            for f, b in measured.layer_seconds
+        ],
         "bandwidth_bytes_per_second": measured.bandwidth,
         "predicted_exposed_seconds": predicted - step_seconds,
         "predicted_step_seconds": predicted,
@@ -92,22 +116,39 @@ def _show(result: dict[str, Any]) -> None:
 
     out = console()
     names = (*result["bytes"], "peak, kernels' own included", "held by the allocator")
-    held = {"": result["peak_bytes"] + result["reserve_bytes"], "measured_": result["measured_reserved_bytes"]}
+    held = {
+        "": result["peak_bytes"] + result["reserve_bytes"],
+        "measured_": result["measured_reserved_bytes"],
+    }
     planned, measured = (
-        (*result[f"{kind}bytes"].values(), result[f"{kind}peak_bytes"], total) for kind, total in held.items()
+        (*result[f"{kind}bytes"].values(), result[f"{kind}peak_bytes"], total)
+        for kind, total in held.items()
     )
-    rows = [(name, shown_bytes(p), shown_bytes(m)) for name, p, m in zip(names, planned, measured, strict=True)]
+    rows = [
+        (name, shown_bytes(p), shown_bytes(m))
+        for name, p, m in zip(names, planned, measured, strict=True)
+    ]
     title = f"rank {result['rank']} of {plan.shown_mesh(result)}, on {result['machine']['device']}: bytes at the peak"
     table(out, title, ["category", "planned", "measured"], rows, numbers=2)
     forward, backward = (
-        shown_seconds(median(each[f"{way}_seconds"] for each in result["layers"])) for way in ("forward", "backward")
+        shown_seconds(median(each[f"{way}_seconds"] for each in result["layers"]))
+        for way in ("forward", "backward")
     )
     step, exposed, whole = (
-        shown_seconds(result[f"{name}_seconds"]) for name in ("measured_step", "predicted_exposed", "predicted_step")
+        shown_seconds(result[f"{name}_seconds"])
+        for name in ("measured_step", "predicted_exposed", "predicted_step")
     )
     link = shown_bandwidth(result["bandwidth_bytes_per_second"])
     matmul = shown_speed(result["measured_matmul_flops"])
     share = f"{result['measured_matmul_utilization']:.1%} of the {matmul} that matrix products reach here"
     computing = f"{step}; a layer {forward} forward, {backward} backward"
     waiting = f"{exposed} more at {link}, so {whole} per step"
-    facts(out, "one step", [("computing", computing), ("model FLOPs used", share), ("waiting for links", waiting)])
+    facts(
+        out,
+        "one step",
+        [
+            ("computing", computing),
+            ("model FLOPs used", share),
+            ("waiting for links", waiting),
+        ],
+    )

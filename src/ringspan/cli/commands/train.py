@@ -22,13 +22,22 @@ EPILOG = (
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(help="TOML file of the run.", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings as key=value, such as optimizer.learning_rate=1e-4.")
+        list[str] | None,
+        typer.Argument(
+            help="Settings as key=value, such as optimizer.learning_rate=1e-4."
+        ),
     ] = None,
     nproc: Nproc = None,
     max_restarts: Annotated[
-        int, typer.Option(help="Restart all processes if one dies, at most N times. Not under torchrun.", min=0)
+        int,
+        typer.Option(
+            help="Restart all processes if one dies, at most N times. Not under torchrun.",
+            min=0,
+        ),
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -58,11 +67,17 @@ def _show(result: "TrainResult", as_json: bool) -> None:
         )
         return
     print(f"loss {result.loss:.4f} after {result.steps} steps", end="")
-    print(f", {result.eval_loss:.4f} on held-out text" if result.eval_loss is not None else "")
+    print(
+        f", {result.eval_loss:.4f} on held-out text"
+        if result.eval_loss is not None
+        else ""
+    )
     print(f"metrics  {result.run}/metrics.jsonl\nmodel    {result.model}")
 
 
-def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
+def run(
+    settings: "TrainConfig", nproc: int | None, max_restarts: int = 0
+) -> "tuple[TrainResult, bool]":
     """Train in torchrun's ranks or in new ones; return the result, and True on rank 0."""
     from ringspan.train.run_folder.record import RunLock, check_run
 
@@ -70,7 +85,9 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     if is_rank():
         refuse_under_torchrun(max_restarts=max_restarts or None)
     else:
-        with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+        with RunLock(
+            Path(settings.run)
+        ) as lock:  # for its refusal: rank 0 takes it for itself
             lock.take()
     _spare_memory()
 
@@ -81,12 +98,19 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
             load_model_config(settings)
         return (settings,)
 
-    thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
+    # who offloads would rather wait for memory than run out of it
+    thrift = settings.memory.offload != "none"
     forks = () if thrift else ("ringspan.train.loop", "torch.utils.tensorboard")
     return on_ranks(
-        train_rank, arguments, nproc, settings.resolve_mesh, forks=forks,
-        max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift,
-    )  # fmt: skip
+        train_rank,
+        arguments,
+        nproc,
+        settings.resolve_mesh,
+        forks=forks,
+        max_restarts=max_restarts,
+        forward_signals=True,
+        is_thrifty=thrift,
+    )
 
 
 def _spare_memory() -> None:

@@ -38,10 +38,16 @@ class FileLock:
 
     def take(self) -> None:
         """Take the lock in a folder that exists; ConfigError if another process has it."""
-        if fcntl is None or self._descriptor is not None or not self._path.parent.is_dir():
+        if (
+            fcntl is None
+            or self._descriptor is not None
+            or not self._path.parent.is_dir()
+        ):
             return
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
         except OSError:
             return  # whoever writes there says what is wrong
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -53,7 +59,10 @@ class FileLock:
                 if time.monotonic() < deadline:
                     time.sleep(0.05)
                     continue
-                holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                holder = (
+                    os.read(descriptor, 200).decode(errors="replace").strip()
+                    or "another process"
+                )
                 os.close(descriptor)
                 raise ConfigError(f"{self._holding} {holder}; {self._remedy}") from None
             except OSError:  # a file system without locks
@@ -62,4 +71,8 @@ class FileLock:
         self._descriptor = descriptor
         with suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(
+                descriptor,
+                f"process {os.getpid()} on {socket.gethostname()}\n".encode(),
+                0,
+            )

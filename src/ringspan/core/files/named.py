@@ -11,7 +11,9 @@ from typing import Any, Final, cast
 
 from ringspan.core.messages.lines import one_line
 
-ADAPTER_CONFIG: Final = "adapter_config.json"  # the files that PEFT writes into a folder
+ADAPTER_CONFIG: Final = (
+    "adapter_config.json"  # the files that PEFT writes into a folder
+)
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 MODEL_CONFIG: Final = "config.json"
 _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
@@ -19,9 +21,13 @@ _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 def read_small(path: str | Path) -> str:
     """Read a text file without its byte order mark; OSError if large or not a plain file (some never end)."""
+    # to open a pipe would wait for its writer
     mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for its writer
-        raise OSError(errno.EINVAL, "a pipe or a device is read once, or never ends: write what it gives into a file")
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(
+            errno.EINVAL,
+            "a pipe or a device is read once, or never ends: write what it gives into a file",
+        )
     with open(path, "rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
@@ -48,20 +54,28 @@ def why_no_config(path: Path) -> str | None:
         return f"cannot be read ({error.strerror}); give the folder that a model was saved into"
     except (ValueError, RecursionError) as error:
         return f"{file} is not valid JSON ({one_line(error)}); give the folder that a model was saved into"
-    if not isinstance(cast(object, values), dict) or not isinstance(values.get("model_type"), str):
+    if not isinstance(cast(object, values), dict) or not isinstance(
+        values.get("model_type"), str
+    ):
         return f"{file} has no model_type of transformers; give the config of a Hugging Face model"
     return None
 
 
 def _base_named(adapter: Path) -> str:
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        return str(json.loads(read_small(adapter / ADAPTER_CONFIG)).get("base_model_name_or_path"))
+        return str(
+            json.loads(read_small(adapter / ADAPTER_CONFIG)).get(
+                "base_model_name_or_path"
+            )
+        )
     return f"base_model_name_or_path in its {ADAPTER_CONFIG}"
 
 
 def why_no_folder(path: Path) -> str | None:
     try:
-        there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        there = next(
+            parent for parent in (path, *path.absolute().parents) if parent.exists()
+        )
     except OSError as error:  # too long a name
         return error.strerror or type(error).__name__
     if not there.is_dir():

@@ -20,13 +20,21 @@ def refusal(error: BaseException) -> RingspanError | None:
     if isinstance(error, RingspanError):
         return error
     if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure
-        return ClosedPipe() if any(map(_nobody_reads, (sys.stdout, sys.stderr))) else None
+        return (
+            ClosedPipe() if any(map(_nobody_reads, (sys.stdout, sys.stderr))) else None
+        )
     if not isinstance(error, OSError) or error.errno not in _REFUSED:
         return None
     if error.filename is None and error.errno not in _FULL:
         return None
-    name = "the output cannot be written" if error.filename is None else os.fsdecode(error.filename)
-    advice = "make room" if error.errno in _FULL else "name another place, or change that"
+    name = (
+        "the output cannot be written"
+        if error.filename is None
+        else os.fsdecode(error.filename)
+    )
+    advice = (
+        "make room" if error.errno in _FULL else "name another place, or change that"
+    )
     return OutputError(f"{name}: {error.strerror}; {advice}")
 
 
@@ -35,7 +43,12 @@ def drop_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # None where the shell has closed it
+        # None where the shell has closed it
+        except (
+            AttributeError,
+            OSError,
+            ValueError,
+        ):
             with suppress(AttributeError, OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -12,23 +12,37 @@ _MAX_BYTES: Final = 1 << 30
 
 
 def signed(values: object) -> str:
-    return json.dumps({"sha256": digest_of(values), "manifest": values}, allow_nan=False)
+    return json.dumps(
+        {"sha256": digest_of(values), "manifest": values}, allow_nan=False
+    )
 
 
 def read_signed(path: Path, reason: str) -> object:
     """Return a signed file's content; CheckpointError if missing (for ``reason``), cut or changed."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest; use another")
+            raise CheckpointError(
+                f"{path}: {path.stat().st_size} bytes are too many for a manifest; use another"
+            )
         # Decoded here: json.loads guesses the encoding of bytes.
         whole: Any = json.loads(path.read_bytes().decode("utf-8"))
-        if not isinstance(whole, dict) or set(cast(dict[str, Any], whole)) != {"sha256", "manifest"}:
-            raise CheckpointError(f"{path}: is not a manifest of ringspan; give a folder that it wrote")
-        values, expected = cast(dict[str, Any], whole)["manifest"], cast(dict[str, Any], whole)["sha256"]
+        if not isinstance(whole, dict) or set(cast(dict[str, Any], whole)) != {
+            "sha256",
+            "manifest",
+        }:
+            raise CheckpointError(
+                f"{path}: is not a manifest of ringspan; give a folder that it wrote"
+            )
+        values, expected = (
+            cast(dict[str, Any], whole)["manifest"],
+            cast(dict[str, Any], whole)["sha256"],
+        )
         found = digest_of(values)
         if expected != found:
             expected = shortened(str(expected))
-            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, must be {expected})")
+            raise CheckpointError(
+                f"{path}: changed after it was written (sha256 {found}, must be {expected})"
+            )
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing; {reason}") from None
     except CheckpointError:
@@ -46,10 +60,16 @@ def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
             return f"has {found} bytes, expected {num_bytes}"
         digest = file_digest(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing, expected {num_bytes} bytes") from None
+        raise CheckpointError(
+            f"{path}: is missing, expected {num_bytes} bytes"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-    return None if digest == sha256 else f"has sha256 {digest[:16]}..., expected {sha256[:16]}..."
+    return (
+        None
+        if digest == sha256
+        else f"has sha256 {digest[:16]}..., expected {sha256[:16]}..."
+    )
 
 
 def file_digest(path: Path) -> str:

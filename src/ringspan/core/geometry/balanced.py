@@ -21,21 +21,32 @@ from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
 
 CHUNK_TOKENS: Final = 128  # below, kernels lose more than balance gains
 _EVEN: Final = 0.03  # of a rank's mean work: what the busiest may have more
-_LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent for hardly better balance
-_CANDIDATES: Final = 64  # ways to split a rank's part of a long document into an early and a late chunk
+_LEAST_LEEWAY: Final = (
+    0.25  # of the tolerances: with less, far more is sent for hardly better balance
+)
+_CANDIDATES: Final = (
+    64  # ways to split a rank's part of a long document into an early and a late chunk
+)
 _SWEEPS: Final = 4  # over all cut documents
 # Of a rank's mean work:
-_TOLERANCE: Final = 0.005  # what may be left to no rank, so that fewer documents are cut
+_TOLERANCE: Final = (
+    0.005  # what may be left to no rank, so that fewer documents are cut
+)
 _LARGE: Final = 0.02  # what is less is levelled out by what comes
-_OVER_FOR_ONE_CHUNK: Final = 0.02  # what one chunk may be above two, which are sent to more ranks
+_OVER_FOR_ONE_CHUNK: Final = (
+    0.02  # what one chunk may be above two, which are sent to more ranks
+)
 # Of the first of these:
-_MORE_FOR_NO_CUT: Final = 1 / 16  # by how much a document that stays whole may add to it
+# by how much a document that stays whole may add to it
+_MORE_FOR_NO_CUT: Final = 1 / 16
 _MORE_FOR_FEWER_RANKS: Final = 1 / 4  # and one that goes to fewer ranks than it could
 
 FloatArray = NDArray[np.floating]
 
 
-def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
+def balanced(
+    mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS
+) -> CustomLayout:
     """Return a layout with equal tokens, and equal work under the mask, for every rank; deterministic.
 
     Chunks have ``chunk_tokens`` or more on average, fewer if cut for lack of room.
@@ -44,7 +55,9 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
         LayoutError: a length, a number of ranks or a size of chunks below one.
     """
     if not is_a(mask, Mask):
-        raise LayoutError(f"a balanced layout needs a mask, got {described(mask)}; {FORMS}")
+        raise LayoutError(
+            f"a balanced layout needs a mask, got {described(mask)}; {FORMS}"
+        )
     numbers = {"length": length, "ranks": ranks, "chunk_tokens": chunk_tokens}
     for name, value in numbers.items():
         numbers[name] = integer(value, name, LayoutError, at_least=1)
@@ -52,22 +65,37 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
 
 
 def batch_layout(
-    name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | Tree | None = None, folds: int = 1
+    name: BatchLayoutName,
+    length: int,
+    ranks: int,
+    documents_of: Sequence[int] | Tree | None = None,
+    folds: int = 1,
 ) -> Layout:
     """Return the named layout, or the ``balanced`` one for these documents (default: one) or this tree."""
     if not is_a(name, str):
-        raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
+        raise LayoutError(
+            f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}"
+        )
     known = find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError)
     if folds != 1:
+        # so that the work has a bound; fewer tokens than chunks are padded
         check_folds(name, folds)
-        if folds > max(1, length):  # so that the work has a bound; fewer tokens than chunks are padded
-            raise LayoutError(f"folds={folds}: the sequence has {length} tokens; use at most as many folds")
+        if folds > max(1, length):
+            raise LayoutError(
+                f"folds={folds}: the sequence has {length} tokens; use at most as many folds"
+            )
         return folded_layout(name, length, ranks, folds)
     if known != "balanced":
         return Layout(name, length, ranks)  # pyright: ignore[reportArgumentType]
     if isinstance(documents_of, Tree):
-        return balanced(documents_of.mask(), length=sum(documents_of.lengths), ranks=ranks)
-    return balanced(documents(documents_of or (length,)), length=sum(documents_of or (length,)), ranks=ranks)
+        return balanced(
+            documents_of.mask(), length=sum(documents_of.lengths), ranks=ranks
+        )
+    return balanced(
+        documents(documents_of or (length,)),
+        length=sum(documents_of or (length,)),
+        ranks=ranks,
+    )
 
 
 @lru_cache(maxsize=256)  # of all sequences of a batch
@@ -95,14 +123,27 @@ class Cut:
     chunks: list[tuple[int, int, int]]  # rank, start, count
 
 
-def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:
+def cut_in_order(
+    some: Stretches, stretch: int, ranks: IntArray, counts: IntArray
+) -> Cut:
     edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
     pairs = np.diff(some.before(stretch, edges))
-    return Cut(stretch, ranks, counts, pairs, list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)))
+    return Cut(
+        stretch,
+        ranks,
+        counts,
+        pairs,
+        list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)),
+    )
 
 
 def cut_by_work(
-    some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
+    some: Stretches,
+    stretch: int,
+    ranks: IntArray,
+    counts: IntArray,
+    wanted: FloatArray,
+    above: float,
 ) -> Cut:
     """Cut two chunks per rank, early and late (little and much work), that sum to the wanted work."""
     # One chunk if that costs at most ``above`` more, as under a window.
@@ -112,20 +153,33 @@ def cut_by_work(
     start, stop = int(some.starts[stretch]), int(some.stops[stretch])
     pairs: list[int] = []
     chunks: list[tuple[int, int, int]] = []
-    for rank, count, work in zip(ranks.tolist(), counts.tolist(), wanted.tolist(), strict=True):
+    for rank, count, work in zip(
+        ranks.tolist(), counts.tolist(), wanted.tolist(), strict=True
+    ):
         steps = min(count, _CANDIDATES)
         early = np.arange(steps + 1, dtype=np.int64) * count // steps
-        edges = some.before(stretch, np.concatenate((start + early, stop - count + early, [start, stop])))
+        edges = some.before(
+            stretch,
+            np.concatenate((start + early, stop - count + early, [start, stop])),
+        )
         both = edges[: len(early)] - edges[-2] + edges[-1] - edges[len(early) : -2]
         best = int(np.abs(both - work).argmin())
         first = int(early[best])
         pairs.append(int(both[best]))
         chunks += [(rank, start, first), (rank, stop - (count - first), count - first)]
         start, stop = start + first, stop - (count - first)
-    return Cut(stretch, ranks, counts, np.array(pairs), [chunk for chunk in chunks if chunk[2]])
+    return Cut(
+        stretch, ranks, counts, np.array(pairs), [chunk for chunk in chunks if chunk[2]]
+    )
 
 
-def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
+def level(
+    some: Stretches,
+    cuts: list[Cut],
+    lacking: FloatArray,
+    above: float,
+    above_in_order: float,
+) -> None:
     """Exchange early and late chunks to relieve ranks with ``above`` too much work; update ``cuts`` and ``lacking``."""
     for _ in range(_SWEEPS):
         is_changed = False
@@ -134,7 +188,9 @@ def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, a
             if -before.min() <= above or before.mean() - before.min() <= above / 4:
                 continue
             wanted = old.pairs + before - before.mean()
-            new = cut_by_work(some, old.stretch, old.ranks, old.counts, wanted, above_in_order)
+            new = cut_by_work(
+                some, old.stretch, old.ranks, old.counts, wanted, above_in_order
+            )
             after = before + old.pairs - new.pairs
             if after.min() > before.min():
                 lacking[old.ranks] = after
@@ -144,11 +200,19 @@ def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, a
 
 
 class Placing:
-    def __init__(self, some: Stretches, length: int, ranks: int, chunk_tokens: int, leeway: float) -> None:
-        self.some, self.length, self.ranks, self.chunk_tokens = some, length, ranks, chunk_tokens
+    def __init__(
+        self, some: Stretches, length: int, ranks: int, chunk_tokens: int, leeway: float
+    ) -> None:
+        self.some, self.length, self.ranks, self.chunk_tokens = (
+            some,
+            length,
+            ranks,
+            chunk_tokens,
+        )
         self.mean = float(some.pairs.sum()) / ranks
         self.slack, self.large, self.over = (
-            leeway * each * self.mean for each in (_TOLERANCE, _LARGE, _OVER_FOR_ONE_CHUNK)
+            leeway * each * self.mean
+            for each in (_TOLERANCE, _LARGE, _OVER_FOR_ONE_CHUNK)
         )
         self.free: IntArray = np.full(ranks, -(-length // ranks), np.int64)
         self.lacking: FloatArray = np.full(ranks, self.mean)
@@ -156,10 +220,15 @@ class Placing:
         self.tokens = some.stops - some.starts
         self.order = np.lexsort((some.starts, -self.tokens, -some.pairs / self.tokens))
         # The least work that so many tokens of the last documents can be.
-        self.least_tokens = np.concatenate(([0.0], self.tokens[self.order][::-1].cumsum()))
-        self.least_pairs = np.concatenate(([0.0], some.pairs[self.order][::-1].cumsum()))
+        self.least_tokens = np.concatenate(
+            ([0.0], self.tokens[self.order][::-1].cumsum())
+        )
+        self.least_pairs = np.concatenate(
+            ([0.0], some.pairs[self.order][::-1].cumsum())
+        )
         self.missing = 0.0  # ``_missing`` of what has been placed
-        self.home: IntArray = np.full(len(self.tokens), -1)  # of documents that are whole
+        # of documents that are whole
+        self.home: IntArray = np.full(len(self.tokens), -1)
         self.cuts: list[Cut] = []
 
     @property
@@ -171,10 +240,15 @@ class Placing:
         tokens, pairs = self.tokens[self.order], self.some.pairs[self.order]
         rest = len(self.order) - 1 - np.arange(len(self.order))
         densities = self.least_pairs[rest] / np.maximum(self.least_tokens[rest], 1)
-        large = int(np.flatnonzero(pairs - densities * tokens > self.large).max(initial=-1)) + 1
+        large = (
+            int(np.flatnonzero(pairs - densities * tokens > self.large).max(initial=-1))
+            + 1
+        )
         self._place_large(self.order[:large], densities[:large].tolist())
         for first in range(large, len(self.order), self.ranks):
-            self._place_small(self.order[first : first + self.ranks], float(densities[first]))
+            self._place_small(
+                self.order[first : first + self.ranks], float(densities[first])
+            )
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
@@ -182,7 +256,9 @@ class Placing:
         done, together = 0, 1
         while done < len(documents):
             if together == 1:
-                together = 2 if self._place(int(documents[done]), densities[done]) else 1
+                together = (
+                    2 if self._place(int(documents[done]), densities[done]) else 1
+                )
                 done += 1
                 continue
             before = self.free.copy(), self.lacking.copy()
@@ -203,9 +279,16 @@ class Placing:
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
         homes: list[int] = []
-        tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
+        tokens, pairs = (
+            self.tokens[documents].tolist(),
+            self.some.pairs[documents].tolist(),
+        )
         for count, work, density in zip(tokens, pairs, densities, strict=True):
-            rank = int(np.where(self.free >= count, self.lacking - density * self.free, -np.inf).argmax())
+            rank = int(
+                np.where(
+                    self.free >= count, self.lacking - density * self.free, -np.inf
+                ).argmax()
+            )
             if self.free[rank] < count:
                 break
             self.free[rank] -= count
@@ -218,10 +301,16 @@ class Placing:
         tokens, pairs = int(self.tokens[stretch]), int(self.some.pairs[stretch])
         excess = self.lacking - density * self.free
         fits = self.free >= tokens
-        best, above = -1, np.inf  # the rank that would have all of it, and how much work that would leave to no rank
+        # the rank that would have all of it, and how much work that would leave to no rank
+        best, above = (
+            -1,
+            np.inf,
+        )
         if fits.any():
             best = int(np.where(fits, excess, -np.inf).argmax())
-            above = self._missing_after(np.array([best]), np.array([tokens]), np.array([float(pairs)]))
+            above = self._missing_after(
+                np.array([best]), np.array([tokens]), np.array([float(pairs)])
+            )
             if above <= self._bound(self.missing, _MORE_FOR_NO_CUT):
                 self._take_whole(stretch, best, above)
                 return True
@@ -254,15 +343,26 @@ class Placing:
         return False
 
     def _shared(
-        self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
+        self,
+        tokens: int,
+        wanted: float,
+        density: float,
+        excess: FloatArray,
+        ranks: IntArray,
     ) -> tuple[IntArray, IntArray, FloatArray]:
         shares = np.maximum(excess[ranks], 0.0)
         shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
-        shares = shares / shares.sum() if shares.any() else np.full(len(ranks), 1 / len(ranks))
+        shares = (
+            shares / shares.sum()
+            if shares.any()
+            else np.full(len(ranks), 1 / len(ranks))
+        )
         counts = _split(tokens, shares, self.free[ranks])
         return ranks, counts, density * counts + wanted * shares
 
-    def _missing_after(self, ranks: IntArray, tokens: IntArray, work: FloatArray) -> float:
+    def _missing_after(
+        self, ranks: IntArray, tokens: IntArray, work: FloatArray
+    ) -> float:
         free, lacking = self.free.copy(), self.lacking.copy()
         free[ranks] -= tokens
         lacking[ranks] -= work
@@ -270,7 +370,11 @@ class Placing:
 
     def _missing(self, free: IntArray, lacking: FloatArray) -> float:
         """Return the work above the mean if later documents could be cut at will."""
-        needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
+        needed = np.where(
+            free > 0,
+            lacking / np.maximum(free, 1),
+            np.where(lacking < 0, -np.inf, np.inf),
+        )
         order = np.argsort(needed, kind="stable")
         least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
         return float(((least - lacking[order].cumsum()) / self.numbers).max())
@@ -281,9 +385,13 @@ class Placing:
         self.lacking[rank] -= self.some.pairs[stretch]
         self.missing = missing
 
-    def _take_cut(self, stretch: int, ranks: IntArray, counts: IntArray, work: FloatArray) -> None:
+    def _take_cut(
+        self, stretch: int, ranks: IntArray, counts: IntArray, work: FloatArray
+    ) -> None:
         held = counts > 0
-        cut = cut_by_work(self.some, stretch, ranks[held], counts[held], work[held], self.over)
+        cut = cut_by_work(
+            self.some, stretch, ranks[held], counts[held], work[held], self.over
+        )
         self.cuts.append(cut)
         self.free[cut.ranks] -= cut.counts
         self.lacking[cut.ranks] -= cut.pairs
@@ -296,16 +404,25 @@ class Placing:
         excesses: list[float] = excess.tolist()
         heap = [(-each, rank) for rank, each in enumerate(excesses)]
         heapify(heap)
-        tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
+        tokens, pairs = (
+            self.tokens[documents].tolist(),
+            self.some.pairs[documents].tolist(),
+        )
         for stretch, count, work in zip(documents.tolist(), tokens, pairs, strict=True):
-            while -heap[0][0] != excesses[heap[0][1]]:  # what it said of a rank holds no longer
+            # what it said of a rank holds no longer
+            while -heap[0][0] != excesses[heap[0][1]]:
                 heappop(heap)
             rank = heap[0][1]
             if free[rank] < count:
                 rank = int(np.where(self.free >= count, excess, -np.inf).argmax())
             if free[rank] < count:
                 self.cuts.append(cut := self._fill(stretch))
-                taken = zip(cut.ranks.tolist(), cut.counts.tolist(), cut.pairs.tolist(), strict=True)
+                taken = zip(
+                    cut.ranks.tolist(),
+                    cut.counts.tolist(),
+                    cut.pairs.tolist(),
+                    strict=True,
+                )
             else:
                 self.home[stretch] = rank
                 taken = ((rank, count, work),)
@@ -313,7 +430,9 @@ class Placing:
                 lacking[one] -= some
                 self.free[one] = free[one] = free[one] - number
                 excess[one] = excesses[one] = excesses[one] - (some - density * number)
-                (heapreplace if one == heap[0][1] else heappush)(heap, (-excesses[one], one))
+                (heapreplace if one == heap[0][1] else heappush)(
+                    heap, (-excesses[one], one)
+                )
         self.lacking[:] = lacking
 
     def _fill(self, stretch: int) -> Cut:
@@ -328,17 +447,37 @@ class Placing:
         whole = np.flatnonzero(self.home >= 0)
         runs = np.concatenate(
             [
-                np.stack((self.home[whole], self.some.starts[whole], self.tokens[whole]), 1),
+                np.stack(
+                    (self.home[whole], self.some.starts[whole], self.tokens[whole]), 1
+                ),
                 *(np.array(cut.chunks, np.int64) for cut in self.cuts),
-                np.stack((self.numbers - 1, self.length + self.free.cumsum() - self.free, self.free), 1),  # padding
+                # padding
+                np.stack(
+                    (
+                        self.numbers - 1,
+                        self.length + self.free.cumsum() - self.free,
+                        self.free,
+                    ),
+                    1,
+                ),
             ]
         )
         runs = runs[runs[:, 2] > 0]
         ranks, starts, counts = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
         # Runs of a rank that lie side by side are one, but for padding.
-        is_first = (ranks[1:] != ranks[:-1]) | (starts[1:] != starts[:-1] + counts[:-1]) | (starts[1:] == self.length)
+        is_first = (
+            (ranks[1:] != ranks[:-1])
+            | (starts[1:] != starts[:-1] + counts[:-1])
+            | (starts[1:] == self.length)
+        )
         firsts = np.flatnonzero(np.concatenate(([True], is_first)))
-        joined = list(zip(starts[firsts].tolist(), np.add.reduceat(counts, firsts).tolist(), strict=True))
+        joined = list(
+            zip(
+                starts[firsts].tolist(),
+                np.add.reduceat(counts, firsts).tolist(),
+                strict=True,
+            )
+        )
         edges = np.searchsorted(ranks[firsts], np.arange(self.ranks + 1)).tolist()
         return CustomLayout.of((joined[a:b] for a, b in pairwise(edges)), self.length)
 
@@ -347,13 +486,16 @@ def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
     """Split ``tokens`` in proportion to the shares, each at most what is free."""
     counts = np.zeros(len(shares), np.int64)
     left = tokens
-    weights = np.where(shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0))))
+    weights = np.where(
+        shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0)))
+    )
     while left:
         room = free - counts
         active = np.where(room > 0, weights, 0.0)
         ideal = active / active.sum() * left
+        # fewer are left than ranks: one each, to the largest remainders
         add = np.minimum(np.floor(ideal).astype(np.int64), room)
-        if not add.any():  # fewer are left than ranks: one each, to the largest remainders
+        if not add.any():
             for rank in np.lexsort((np.arange(len(ideal)), -ideal)).tolist():
                 if left and room[rank]:
                     counts[rank] += 1

@@ -24,11 +24,15 @@ def check_folds(name: BatchLayoutName, folds: int) -> LayoutName:
     """
     check_whole("folds", folds)
     if name not in ("zigzag", "contiguous"):
-        raise LayoutError(f"layout {name!r} is not split into folds; use zigzag or contiguous, or folds=1")
+        raise LayoutError(
+            f"layout {name!r} is not split into folds; use zigzag or contiguous, or folds=1"
+        )
     return name
 
 
-def check_full_folds(name: BatchLayoutName, length: int, ranks: int, folds: int) -> None:
+def check_full_folds(
+    name: BatchLayoutName, length: int, ranks: int, folds: int
+) -> None:
     """Raise LayoutError if some of several folds of a sequence would hold only padding."""
     if folds == 1:
         return
@@ -42,7 +46,9 @@ def check_full_folds(name: BatchLayoutName, length: int, ranks: int, folds: int)
 
 
 @lru_cache(maxsize=64)
-def fold_layouts(name: BatchLayoutName, length: int, ranks: int, folds: int) -> tuple[CustomLayout, ...]:
+def fold_layouts(
+    name: BatchLayoutName, length: int, ranks: int, folds: int
+) -> tuple[CustomLayout, ...]:
     """Return the layout of each fold: consecutive tokens of a sequence, so that a fold sees itself and earlier ones.
 
     Within a fold ranks have equal work, of the layout ``name``. Folds are of one size, the end is padding.
@@ -55,17 +61,26 @@ def fold_layouts(name: BatchLayoutName, length: int, ranks: int, folds: int) -> 
     within = [Layout(layout, tokens, ranks).spans(rank) for rank in range(ranks)]
     starts = range(0, folds * tokens, tokens)
     return tuple(
-        CustomLayout.of(([(start + span.start, span.count) for span in spans] for spans in within), length)
+        CustomLayout.of(
+            ([(start + span.start, span.count) for span in spans] for spans in within),
+            length,
+        )
         for start in starts
     )
 
 
 @lru_cache(maxsize=64)
-def folded_layout(name: BatchLayoutName, length: int, ranks: int, folds: int) -> CustomLayout:
+def folded_layout(
+    name: BatchLayoutName, length: int, ranks: int, folds: int
+) -> CustomLayout:
     """Return the layout of a whole sequence in folds: each rank holds its parts of them, in order."""
     layouts = fold_layouts(name, length, ranks, folds)
     return CustomLayout.of(
-        ([(span.start, span.count) for fold in layouts for span in fold.spans(rank)] for rank in range(ranks)), length
+        (
+            [(span.start, span.count) for fold in layouts for span in fold.spans(rank)]
+            for rank in range(ranks)
+        ),
+        length,
     )
 
 
@@ -84,7 +99,11 @@ def folds_read(mask: str, length: int, tokens: int, fold: int) -> tuple[int, ...
     regions[:, 1] = np.minimum(regions[:, 1], (fold + 1) * tokens)
     regions = bound(regions)
     firsts, lasts = regions[:, 2] // tokens, (regions[:, 3] - 1) // tokens
-    return tuple(each for each in reversed(range(fold)) if bool(((firsts <= each) & (each <= lasts)).any()))
+    return tuple(
+        each
+        for each in reversed(range(fold))
+        if bool(((firsts <= each) & (each <= lasts)).any())
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -19,11 +19,14 @@ from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
 
 def layout_name(name: str) -> LayoutName:
     if not is_a(name, str):
-        raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
+        raise LayoutError(
+            f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}"
+        )
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)
 
 
-class Span(NamedTuple):  # not a data class, of which thousands take long to make and to hash
+# not a data class, of which thousands take long to make and to hash
+class Span(NamedTuple):
     """An arithmetic run of positions: ``start, start + step, ..., start + (count - 1) * step``."""
 
     start: int
@@ -85,7 +88,9 @@ class Layout:
         """Return one rank's spans in storage order, adjacent ones joined; LayoutError for another rank."""
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
+            raise LayoutError(
+                f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}"
+            )
         tokens = self.tokens_per_rank
         if self.name == "contiguous":
             return (Span(rank * tokens, tokens),)
@@ -140,14 +145,21 @@ class Layout:
 
 
 def _of_whole_numbers(run: Span) -> Span:
-    return Span(*(integer(number, f"the {name} of a run", LayoutError) for name, number in run._asdict().items()))
+    return Span(
+        *(
+            integer(number, f"the {name} of a run", LayoutError)
+            for name, number in run._asdict().items()
+        )
+    )
 
 
 def _wrong(start: int, count: int, step: int, end: int) -> str:
     if count < 1:
         return f"a run of {count} positions at {start}; each needs at least one"
     if step != 1:
-        return f"a run from {start} in steps of {step}; runs are of consecutive positions"
+        return (
+            f"a run from {start} in steps of {step}; runs are of consecutive positions"
+        )
     if start < 0:
         return f"a run from {start}, which is before the sequence; positions start at 0"
     return f"positions {start} to {min(end, start + count) - 1} in two runs; each may be in one"
@@ -168,7 +180,9 @@ class CustomLayout(Layout):
     parts: tuple[tuple[Span, ...], ...] = ()
 
     @staticmethod
-    def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
+    def of(
+        parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None
+    ) -> "CustomLayout":
         """Build a layout of ``length`` tokens (None: up to the last held) from each rank's runs (start, count).
 
         LayoutError if these are not such a list, or as the class.
@@ -181,16 +195,23 @@ class CustomLayout(Layout):
                 f"got {described(parts)}"
             ) from error
         # A cache makes a layout for every token, of runs that are integers.
-        if not {int}.issuperset(map(type, chain.from_iterable(chain.from_iterable(spans)))):
+        if not {int}.issuperset(
+            map(type, chain.from_iterable(chain.from_iterable(spans)))
+        ):
             spans = tuple(tuple(map(_of_whole_numbers, held)) for held in spans)
         if length is None:
-            length = max((span.start + span.count for held in spans for span in held), default=0)
+            length = max(
+                (span.start + span.count for held in spans for span in held), default=0
+            )
         return CustomLayout("custom", length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]
 
     @property
     def spec(self) -> str:
         """Text for ``parse``, the same for equal layouts."""
-        parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held) for held in self.parts)
+        parts = "/".join(
+            ",".join(f"{span.start}+{span.count}" for span in held)
+            for held in self.parts
+        )
         return f"custom:{self.length}:{parts}"
 
     @staticmethod
@@ -198,8 +219,14 @@ class CustomLayout(Layout):
     def parse(text: str) -> "CustomLayout":
         """Parse a ``spec``."""
         _, length, parts = text.split(":")
-        runs = ([run.split("+") for run in held.split(",") if run] for held in parts.split("/"))
-        return CustomLayout.of(([(int(start), int(count)) for start, count in held] for held in runs), int(length))
+        runs = (
+            [run.split("+") for run in held.split(",") if run]
+            for held in parts.split("/")
+        )
+        return CustomLayout.of(
+            ([(int(start), int(count)) for start, count in held] for held in runs),
+            int(length),
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -209,7 +236,9 @@ class CustomLayout(Layout):
     def _hash(self) -> int:
         return hash((self.length, self.parts))
 
-    def __hash__(self) -> int:  # once: there may be thousands of runs, and caches ask for every layer
+    def __hash__(
+        self,
+    ) -> int:  # once: there may be thousands of runs, and caches ask for every layer
         return self._hash
 
     def __post_init__(self) -> None:
@@ -223,10 +252,14 @@ class CustomLayout(Layout):
         spans = np.fromiter(numbers, np.int64).reshape(-1, 3)
         spans = spans[spans[:, 0].argsort(kind="stable")]
         ends = np.concatenate(([0], spans[:, 0] + spans[:, 1]))
-        wrong = np.flatnonzero((spans[:, 1] < 1) | (spans[:, 2] != 1) | (spans[:, 0] < ends[:-1]))
+        wrong = np.flatnonzero(
+            (spans[:, 1] < 1) | (spans[:, 2] != 1) | (spans[:, 0] < ends[:-1])
+        )
         if wrong.size:
             start, count, step = spans[wrong[0]].tolist()
-            raise LayoutError(f"a custom layout has {_wrong(start, count, step, int(ends[wrong[0]]))}")
+            raise LayoutError(
+                f"a custom layout has {_wrong(start, count, step, int(ends[wrong[0]]))}"
+            )
 
     @property
     def granularity(self) -> int:
@@ -252,13 +285,19 @@ class CustomLayout(Layout):
     def spans(self, rank: int) -> tuple[Span, ...]:
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
+            raise LayoutError(
+                f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}"
+            )
         return self.parts[rank]
 
     def grouped(self, members: int) -> Layout:
         if members == 1:
             return self
-        raise LayoutError("a custom layout has no Ulysses groups; use a route without them")
+        raise LayoutError(
+            "a custom layout has no Ulysses groups; use a route without them"
+        )
 
     def positions(self, rank: int) -> NDArray[np.int64]:
-        return np.concatenate([np.empty(0, np.int64), *(span.positions for span in self.spans(rank))])
+        return np.concatenate(
+            [np.empty(0, np.int64), *(span.positions for span in self.spans(rank))]
+        )

@@ -40,8 +40,13 @@ class Region(NamedTuple):
 
 def _intersect(a: Region, b: Region) -> Region:
     return Region(
-        max(a.q0, b.q0), min(a.q1, b.q1), max(a.k0, b.k0), min(a.k1, b.k1), max(a.lo, b.lo), min(a.hi, b.hi)
-    )  # fmt: skip
+        max(a.q0, b.q0),
+        min(a.q1, b.q1),
+        max(a.k0, b.k0),
+        min(a.k1, b.k1),
+        max(a.lo, b.lo),
+        min(a.hi, b.hi),
+    )
 
 
 def _subtract(a: Region, b: Region) -> Iterator[Region]:
@@ -75,12 +80,16 @@ class Mask:
 
     def __post_init__(self) -> None:
         if not is_a(self.regions, tuple):
-            raise MaskError(f"a mask is a tuple of regions, got {described(self.regions)}; {FORMS}")
+            raise MaskError(
+                f"a mask is a tuple of regions, got {described(self.regions)}; {FORMS}"
+            )
 
     @cached_property
     def overlap(self) -> tuple[Region, Region] | None:
         """Two regions that allow the same pair, whose score would count twice, or None."""
-        near: list[Region] = []  # those whose queries may still meet the next one's: few, in packed documents one
+        near: list[
+            Region
+        ] = []  # those whose queries may still meet the next one's: few, in packed documents one
         # A sweep in the order of the first query: of many documents, each is compared with few.
         for region in sorted(region for region in self.regions if not region.is_empty):
             near = [other for other in near if other.q1 > region.q0]
@@ -94,7 +103,10 @@ class Mask:
         if not is_a(other, Mask):
             return NotImplemented
         pairs = (_intersect(a, b) for a in self.regions for b in other.regions)
-        return Mask(tuple(region for region in pairs if not region.is_empty), f"({self.name} & {other.name})")
+        return Mask(
+            tuple(region for region in pairs if not region.is_empty),
+            f"({self.name} & {other.name})",
+        )
 
     def __or__(self, other: "Mask") -> "Mask":
         if not is_a(other, Mask):
@@ -120,7 +132,8 @@ class Mask:
             case _:
                 pass
         return "regions:" + ";".join(
-            ",".join("" if abs(bound) >= UNBOUNDED else str(bound) for bound in region) for region in self.regions
+            ",".join("" if abs(bound) >= UNBOUNDED else str(bound) for bound in region)
+            for region in self.regions
         )
 
     @staticmethod
@@ -130,18 +143,24 @@ class Mask:
         MaskError for another form, or regions that overlap.
         """
         if not is_a(text, str):
-            raise MaskError(f"the text of a mask must be a str, got {described(text)}; {FORMS}")
+            raise MaskError(
+                f"the text of a mask must be a str, got {described(text)}; {FORMS}"
+            )
         kind, _, rest = text.partition(":")
         try:
             if kind == "regions":
-                mask = Mask(tuple(_parse_region(part) for part in rest.split(";") if part), text)
+                mask = Mask(
+                    tuple(_parse_region(part) for part in rest.split(";") if part), text
+                )
                 mask.check_disjoint()
                 return mask
             numbers = [int(number) for number in rest.split(",")] if rest else []
         except MaskError:
             raise
         except ValueError:
-            raise MaskError(f"cannot read the mask {text!r}: its numbers must be integers") from None
+            raise MaskError(
+                f"cannot read the mask {text!r}: its numbers must be integers"
+            ) from None
         match kind, numbers:
             case "causal", []:
                 return causal()
@@ -165,25 +184,40 @@ class Mask:
         """Raise MaskError for overlapping regions."""
         if self.overlap:
             one, other = (Mask((region,)).spec for region in self.overlap)
-            raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
+            raise MaskError(
+                f"two regions of the mask overlap: {one} and {other}; combine masks with | instead"
+            )
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
         """Return the non-empty regions clipped to that size: columns q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
         # Number by number, which for thousands of regions is faster than tuple by tuple.
-        rows = np.fromiter(chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)).reshape(-1, 6)
+        rows = np.fromiter(
+            chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)
+        ).reshape(-1, 6)
         rows[:, 1] = np.minimum(rows[:, 1], num_queries)
         rows[:, 3] = np.minimum(rows[:, 3], num_keys)
         return rows[(rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])]
 
-    def dense(self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def dense(
+        self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Return a boolean matrix (queries, keys) for these positions; MaskError for overlapping regions."""
         # Counted, not combined with or: regions that overlap would go unnoticed.
         q, k = query_positions[:, None], key_positions[None, :]
         counts = np.zeros((len(query_positions), len(key_positions)), dtype=np.int64)
         for q0, q1, k0, k1, lo, hi in self.regions:
-            counts += (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= q - k) & (q - k <= hi)
+            counts += (
+                (q0 <= q)
+                & (q < q1)
+                & (k0 <= k)
+                & (k < k1)
+                & (lo <= q - k)
+                & (q - k <= hi)
+            )
         if (counts > 1).any():
-            raise MaskError(f"the regions of mask {self} overlap; combine masks with | instead of listing regions")
+            raise MaskError(
+                f"the regions of mask {self} overlap; combine masks with | instead of listing regions"
+            )
         return counts.astype(np.bool_)
 
 
@@ -191,7 +225,12 @@ def _parse_region(text: str) -> Region:
     fields = text.split(",")
     if len(fields) != 6:
         raise MaskError(f"a region must be six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
-    region = Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
+    region = Region(
+        *(
+            int(field) if field else default
+            for field, default in zip(fields, Region(), strict=True)
+        )
+    )
     if max(map(abs, region)) > UNBOUNDED:
         raise MaskError(f"the numbers of a region are at most 2**60, got {text!r}")
     return region
@@ -225,7 +264,12 @@ def prefix_lm(prefix: int) -> Mask:
     return Mask((*seen, Region(k0=prefix, lo=0)), f"prefix:{prefix}")
 
 
-def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = None, is_causal: bool = True) -> Mask:
+def documents(
+    lengths: Sequence[int] | Iterable[int],
+    *,
+    window: int | None = None,
+    is_causal: bool = True,
+) -> Mask:
     """Let a query see the keys of its own document, causal by default, at most the last ``window``.
 
     Positions past the last document see nothing. MaskError for no document, an empty one, a window below one, or a
@@ -236,18 +280,33 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
     if not is_a(is_causal, bool):
         raise MaskError(f"is_causal must be True or False, got {described(is_causal)}")
     if not lengths or min(lengths) < 1:
-        raise MaskError(f"documents need at least one length and each at least one token, got {lengths[:8]}")
+        raise MaskError(
+            f"documents need at least one length and each at least one token, got {lengths[:8]}"
+        )
     if window is not None and (window < 1 or not is_causal):
-        raise MaskError(f"a document window must be causal and hold at least one token, got window={window}")
+        raise MaskError(
+            f"a document window must be causal and hold at least one token, got window={window}"
+        )
     lo = 0 if is_causal else -UNBOUNDED
     hi = UNBOUNDED if window is None else window - 1
     ends = np.cumsum(lengths).tolist()
-    regions = (Region(end - n, end, end - n, end, lo, hi) for n, end in zip(lengths, ends, strict=True))
-    shown = ",".join(map(str, lengths)) if len(lengths) <= 8 else f"{len(lengths)} documents"
-    return Mask(tuple(regions), f"documents:{shown}" + (f" & window:{window}" if window else ""))
+    regions = (
+        Region(end - n, end, end - n, end, lo, hi)
+        for n, end in zip(lengths, ends, strict=True)
+    )
+    shown = (
+        ",".join(map(str, lengths))
+        if len(lengths) <= 8
+        else f"{len(lengths)} documents"
+    )
+    return Mask(
+        tuple(regions), f"documents:{shown}" + (f" & window:{window}" if window else "")
+    )
 
 
-def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None) -> Mask:
+def frames(
+    lengths: Sequence[int] | Iterable[int], *, window: int | None = None
+) -> Mask:
     """Let a query see its own frame, both ways, and earlier ones; in all at most ``window`` frames (video models).
 
     With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Later positions see nothing.
@@ -256,24 +315,43 @@ def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None)
     lengths = _document_lengths(lengths)
     window = len(lengths) if window is None else integer(window, "window", MaskError)
     if not lengths or min(lengths) < 1:
-        raise MaskError(f"frames need at least one length and each at least one token, got {lengths[:8]}")
+        raise MaskError(
+            f"frames need at least one length and each at least one token, got {lengths[:8]}"
+        )
     if window < 1:
-        raise MaskError(f"a window of frames must hold at least one, got window={window}")
+        raise MaskError(
+            f"a window of frames must hold at least one, got window={window}"
+        )
     ends = [0, *np.cumsum(lengths).tolist()]
-    regions = (Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1]) for i in range(len(lengths)))
-    shown = ",".join(map(str, lengths)) if len(lengths) <= 8 else f"{len(lengths)} frames"
-    return Mask(tuple(regions), f"frames:{shown}" + (f" & window:{window}" if window < len(lengths) else ""))
+    regions = (
+        Region(ends[i], ends[i + 1], ends[max(0, i + 1 - window)], ends[i + 1])
+        for i in range(len(lengths))
+    )
+    shown = (
+        ",".join(map(str, lengths)) if len(lengths) <= 8 else f"{len(lengths)} frames"
+    )
+    return Mask(
+        tuple(regions),
+        f"frames:{shown}" + (f" & window:{window}" if window < len(lengths) else ""),
+    )
 
 
 def _document_lengths(lengths: Iterable[Any]) -> list[int]:
     if is_a(lengths, str) or not hasattr(lengths, "__iter__"):
-        raise MaskError(f"a list of lengths such as [700, 1300] is needed, got {described(lengths)}")
+        raise MaskError(
+            f"a list of lengths such as [700, 1300] is needed, got {described(lengths)}"
+        )
     return [integer(length, "a document's length", MaskError) for length in lengths]
 
 
 def chunked(size: int, *, length: int) -> Mask:
     """Return Llama 4's causal attention within chunks of ``size`` tokens; MaskError for sizes below one."""
-    size, length = (integer(*each, MaskError, at_least=1) for each in ((size, "size"), (length, "length")))
+    size, length = (
+        integer(*each, MaskError, at_least=1)
+        for each in ((size, "size"), (length, "length"))
+    )
     # Chunks are documents of one length; the last one is shorter where the length asks for it.
     whole, rest = divmod(length, size)
-    return Mask(documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}")
+    return Mask(
+        documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}"
+    )

@@ -54,7 +54,9 @@ def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings
     q_stop, k_stop = queries.start + queries.tokens, keys.start + keys.tokens
     first: IntArray = columns[0]
     stop: IntArray = columns[1]
-    region, query = each_of(q_stop.searchsorted(first, "right"), queries.start.searchsorted(stop))
+    region, query = each_of(
+        q_stop.searchsorted(first, "right"), queries.start.searchsorted(stop)
+    )
     q0, q1, k0, k1, low, high = columns[:, region]
     # Keys that some query of the run sees in the region: every run with one of them is a meeting.
     first = np.maximum(k0, np.maximum(q0, queries.start[query]) - high)
@@ -63,12 +65,19 @@ def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings
     first = k_stop.searchsorted(first, "right")
     stop = np.where(is_met, keys.start.searchsorted(stop), first)
     total = np.maximum(stop - first, 0).cumsum()
-    edges = total.searchsorted(np.arange(0, total[-1] if len(total) else 0, MOST_MEETINGS), "right").tolist()
+    edges = total.searchsorted(
+        np.arange(0, total[-1] if len(total) else 0, MOST_MEETINGS), "right"
+    ).tolist()
     for begin, end in pairwise([*edges, len(total)]):
         row, key = each_of(first[begin:end], stop[begin:end])
         row += begin
         one = query[row]
-        sides = queries.start[one], queries.tokens[one], keys.start[key], keys.tokens[key]
+        sides = (
+            queries.start[one],
+            queries.tokens[one],
+            keys.start[key],
+            keys.tokens[key],
+        )
         yield Meetings(one, key, meet(*sides, 1, columns[:, region[row]]))
 
 
@@ -85,7 +94,9 @@ class Cells(NamedTuple):
 
     def keys_of(self, query: int) -> tuple[IntArray, IntArray]:
         """Return, by cell, the range of key stripes that a query stripe meets."""
-        return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
+        return np.maximum(self.k0, query - self.d1 + 1), np.minimum(
+            self.k1, query - self.d0 + 1
+        )
 
     def summed(self, weights: IntArray, step: int) -> IntArray:
         """Sum ``weights`` over the key stripes that each query stripe meets. Shape (step,)."""
@@ -99,29 +110,49 @@ class Cells(NamedTuple):
             (self.k1, self.d1, 1),
         ):
             knot, weight = edge + bound - 1, sign * weights
-            for where, slope in ((np.clip(knot, self.q0, self.q1), weight), (self.q1, -weight)):
+            for where, slope in (
+                (np.clip(knot, self.q0, self.q1), weight),
+                (self.q1, -weight),
+            ):
                 np.add.at(slopes, where, slope)
                 np.add.at(values, where, -slope * knot)
         return (slopes.cumsum() * np.arange(step + 1) + values.cumsum())[:-1]
 
 
-def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None) -> Cells:
+def stripe_cells(
+    step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None
+) -> Cells:
     """Return all regions' cells for stripes 0 to ``step - 1``, or for one query stripe."""
     q0, q1, k0, k1, low, high = (regions % step).T
     first, last = np.zeros_like(q0), np.full_like(q0, step)
     q_edges, k_edges, d_edges = (
         np.sort(np.stack(edges, 1), 1)
         for edges in (
-            (first, q0, q1, last) if query is None else (first + query, first + query + 1),
+            (first, q0, q1, last)
+            if query is None
+            else (first + query, first + query + 1),
             (first, k0, k1, last),
-            (1 - last, np.maximum(low - step, 1 - step), low, high - step + 1, high + 1, last),
+            (
+                1 - last,
+                np.maximum(low - step, 1 - step),
+                low,
+                high - step + 1,
+                high + 1,
+                last,
+            ),
         )
     )
-    q, k, d = q_edges[:, :, None, None], k_edges[:, None, :, None], d_edges[:, None, None, :]
+    q, k, d = (
+        q_edges[:, :, None, None],
+        k_edges[:, None, :, None],
+        d_edges[:, None, None, :],
+    )
     # One pair of stripes of each cell, if it has one.
     row = np.maximum(q[:, :-1], d[..., :-1] + k[:, :, :-1])
     key = np.minimum(k[:, :, 1:] - 1, row - d[..., :-1])
-    where = np.nonzero((row < q[:, 1:]) & (key >= k[:, :, :-1]) & (row - key < d[..., 1:]))
+    where = np.nonzero(
+        (row < q[:, 1:]) & (key >= k[:, :, :-1]) & (row - key < d[..., 1:])
+    )
     met = meet(row[where], q_count, key[where], k_count, step, regions.T[:, where[0]])
     is_met = met[1] > met[0]
     r, i, j, n = (each[is_met] for each in where)
@@ -130,22 +161,36 @@ def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query
 
 
 def stripe_hulls(
-    queries: IntArray, keys: IntArray, step: int, q_count: int, k_count: int, regions: IntArray
+    queries: IntArray,
+    keys: IntArray,
+    step: int,
+    q_count: int,
+    k_count: int,
+    regions: IntArray,
 ) -> IntArray:
     """Return a query stripe's first and minus one past the last key, ``k_count`` if none. (2, pairs)."""
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
         # From that whose keys begin first, or end last on, until no later one can hold an earlier, or later, key.
-        columns, left, done = regions[(sign * regions[:, 2 + side]).argsort(kind="stable")].T, able, 0
+        columns, left, done = (
+            regions[(sign * regions[:, 2 + side]).argsort(kind="stable")].T,
+            able,
+            0,
+        )
         while left.size and done < len(regions):
             some = columns[:, None, done : done + max(1, MOST_MEETINGS // left.size)]
             done += some.shape[-1]
-            met = meet(queries[left, None], q_count, keys[left, None], k_count, step, some)
+            met = meet(
+                queries[left, None], q_count, keys[left, None], k_count, step, some
+            )
             bounds = np.where(met[1] > met[0], sign * met[2 + side], k_count).min(-1)
             found[side, left] = np.minimum(found[side, left], bounds)
             if done < len(regions):
-                left = left[found[side, left] > -sign * ((keys[left] - columns[2 + side, done]) // step)]
+                left = left[
+                    found[side, left]
+                    > -sign * ((keys[left] - columns[2 + side, done]) // step)
+                ]
     return found
 
 
@@ -164,50 +209,75 @@ def transposed(regions: IntArray) -> IntArray:
 
 
 def bands_between(
-    mine: Spans, blocks: Sequence[Spans], first_stored: Sequence[int], regions: IntArray, *, passes_queries: bool
+    mine: Spans,
+    blocks: Sequence[Spans],
+    first_stored: Sequence[int],
+    regions: IntArray,
+    *,
+    passes_queries: bool,
 ) -> list[tuple[Tile, ...]]:
     """Return each block's tiles of my queries against its keys, or its queries against my keys."""
     # Tiles that touch are joined. No two blocks hold the same positions. Rows and columns are indices into an owner's
     # storage; ``first_stored`` has the index of each block's first token.
     regions = transposed(regions) if passes_queries else regions
     if not mine or mine[0].step == 1:
-        return _run_bands(Runs.of([mine], [0]), Runs.of(blocks, first_stored), len(blocks), regions, passes_queries)
+        return _run_bands(
+            Runs.of([mine], [0]),
+            Runs.of(blocks, first_stored),
+            len(blocks),
+            regions,
+            passes_queries,
+        )
     (stripe,) = mine
     found: list[tuple[Tile, ...]] = [()] * len(blocks)
     # Halves of stripes are those of positions: each half of all stripes is met as if regions ended there.
     halves: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, (first, block) in enumerate(zip(first_stored, blocks, strict=True)):
         for span in block:  # half of a token is none
-            halves.setdefault((first, first + span.count), []).append((span.start % stripe.step, number))
+            halves.setdefault((first, first + span.count), []).append(
+                (span.start % stripe.step, number)
+            )
     for (first, stop), owners in halves.items():
         cut = regions.copy()
         cut[:, 2] = np.maximum(cut[:, 2], first * stripe.step)
         cut[:, 3] = np.minimum(cut[:, 3], stop * stripe.step)
-        cells = stripe_cells(stripe.step, stripe.count, stop, cut[cut[:, 2] < cut[:, 3]], stripe.start)
+        cells = stripe_cells(
+            stripe.step, stripe.count, stop, cut[cut[:, 2] < cut[:, 3]], stripe.start
+        )
         keys, numbers = np.array(sorted(owners)).T
         for number, tiles in zip(
-            numbers.tolist(), _stripe_bands(cells, stripe.start, keys, passes_queries), strict=True
+            numbers.tolist(),
+            _stripe_bands(cells, stripe.start, keys, passes_queries),
+            strict=True,
         ):
             found[number] = tiles
     return found
 
 
-def _run_bands(mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_queries: bool) -> list[tuple[Tile, ...]]:
+def _run_bands(
+    mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_queries: bool
+) -> list[tuple[Tile, ...]]:
     found: list[list[Tile]] = [[] for _ in range(count)]
     for one, key, met in meet_runs(mine, blocks, regions):
         met[:2] += mine.stored[one]
         met[2:4] += blocks.stored[key]
         met[4:] += mine.stored[one] - blocks.stored[key]
         numbers: list[int] = blocks.block[key].tolist()
-        for number, bounds in zip(numbers, _bounds(met, passes_queries).T.tolist(), strict=True):
+        for number, bounds in zip(
+            numbers, _bounds(met, passes_queries).T.tolist(), strict=True
+        ):
             found[number].append(Tile._make(bounds))
     return [tuple(join(tiles)) for tiles in found]
 
 
-def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool) -> Iterator[tuple[Tile, ...]]:
+def _stripe_bands(
+    cells: Cells, query: int, keys: IntArray, passes_queries: bool
+) -> Iterator[tuple[Tile, ...]]:
     """Yield one stripe's tiles against each of some others; ranks with the same tile share it."""
     bounds = _bounds(cells.met, passes_queries)
-    first, stop = (keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query))
+    first, stop = (
+        keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query)
+    )
     # In the order of tiles, so that those of each rank are.
     order = np.lexsort(bounds[::-1])
     order = order[first[order] < stop[order]]
@@ -223,7 +293,9 @@ def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool
         by_key = (key - begin).astype(np.uint16).argsort(kind="stable")
         held: list[Tile] = table[which[by_key]].tolist()
         edges = np.bincount(key - begin, minlength=end - begin).cumsum().tolist()
-        for start, last, joins in zip([0, *edges[:-1]], edges, is_joined[begin:end].tolist(), strict=True):
+        for start, last, joins in zip(
+            [0, *edges[:-1]], edges, is_joined[begin:end].tolist(), strict=True
+        ):
             yield tuple(join(held[start:last])) if joins else tuple(held[start:last])
 
 
@@ -237,19 +309,28 @@ def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
         above.setdefault((tile.q0, tile.k0, tile.k1), []).append(number)
         beside.setdefault((tile.q0, tile.q1, tile.k0), []).append(number)
     for number, tile in enumerate(tiles if above else ()):
-        for other in above.get((tile.q1, tile.k0, tile.k1), []) + beside.get((tile.q0, tile.q1, tile.k1), []):
+        for other in above.get((tile.q1, tile.k0, tile.k1), []) + beside.get(
+            (tile.q0, tile.q1, tile.k1), []
+        ):
             yield number, other
 
 
 def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
     """Return tile fields of meetings, one row each, with loose bounds as in ``cut``."""
     i0, i1, j0, j1, lo, hi = met
-    lo, hi = np.maximum(lo - i0 + j0, 1 - (j1 - j0)), np.minimum(hi - i0 + j0, i1 - i0 - 1)
-    return np.stack((j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi))
+    lo, hi = (
+        np.maximum(lo - i0 + j0, 1 - (j1 - j0)),
+        np.minimum(hi - i0 + j0, i1 - i0 - 1),
+    )
+    return np.stack(
+        (j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi)
+    )
 
 
 def each_of(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
     """Concatenate ranges: which range each number is of, and the number."""
     counts = np.maximum(stop - first, 0)
     which = np.arange(len(counts), dtype=first.dtype).repeat(counts)
-    return which, np.arange(len(which), dtype=first.dtype) + (first - counts.cumsum(dtype=first.dtype) + counts)[which]
+    return which, np.arange(len(which), dtype=first.dtype) + (
+        first - counts.cumsum(dtype=first.dtype) + counts
+    )[which]

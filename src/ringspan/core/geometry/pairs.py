@@ -20,7 +20,9 @@ class Stretches:
     stops: IntArray
     pairs: IntArray
     regions: IntArray  # regions in the order of their stretches. Shape (R, 6).
-    first_region: IntArray  # first region of each stretch, and the number of regions at the end
+    first_region: (
+        IntArray  # first region of each stretch, and the number of regions at the end
+    )
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
@@ -31,18 +33,36 @@ def stretches(mask: Mask, length: int) -> Stretches:
     """Split a sequence into stretches; unseeing, unseen positions form stretches without pairs."""
     regions = bound(mask.table(length, length))
     # A region ties together all from its first query or key to its last.
-    firsts, lasts = np.minimum(regions[:, 0], regions[:, 2]), np.maximum(regions[:, 1], regions[:, 3])
+    firsts, lasts = (
+        np.minimum(regions[:, 0], regions[:, 2]),
+        np.maximum(regions[:, 1], regions[:, 3]),
+    )
     order = np.argsort(firsts, kind="stable")
-    regions, firsts, lasts = regions[order], firsts[order], np.maximum.accumulate(lasts[order])
-    opens = np.flatnonzero(np.concatenate(([True], firsts[1:] >= lasts[:-1]))[: len(regions)])
-    starts, stops = firsts[opens], lasts[np.append(opens[1:], len(regions)) - 1] if len(opens) else lasts
-    pairs = np.add.reduceat(pairs_before(regions, stops[-1]), opens) if len(opens) else opens
+    regions, firsts, lasts = (
+        regions[order],
+        firsts[order],
+        np.maximum.accumulate(lasts[order]),
+    )
+    opens = np.flatnonzero(
+        np.concatenate(([True], firsts[1:] >= lasts[:-1]))[: len(regions)]
+    )
+    starts, stops = (
+        firsts[opens],
+        lasts[np.append(opens[1:], len(regions)) - 1] if len(opens) else lasts,
+    )
+    pairs = (
+        np.add.reduceat(pairs_before(regions, stops[-1]), opens)
+        if len(opens)
+        else opens
+    )
     # Gaps between them, before the first and behind the last.
     gap_starts, gap_stops = np.concatenate(([0], stops)), np.append(starts, length)
     is_gap = gap_starts < gap_stops
     begins = np.concatenate((starts, gap_starts[is_gap]))
     where = np.argsort(begins, kind="stable")
-    counts = np.concatenate((np.diff(np.append(opens, len(regions))), np.zeros(int(is_gap.sum()), np.int64)))[where]
+    counts = np.concatenate(
+        (np.diff(np.append(opens, len(regions))), np.zeros(int(is_gap.sum()), np.int64))
+    )[where]
     return Stretches(
         begins[where],
         np.concatenate((stops, gap_stops[is_gap]))[where],
@@ -59,7 +79,9 @@ def pairs_before(regions: IntArray, positions: IntArray) -> IntArray:
     return _clipped(q0, last, lo - 1, k0, k1) - _clipped(q0, last, hi, k0, k1)
 
 
-def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1: IntArray) -> IntArray:
+def _clipped(
+    first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1: IntArray
+) -> IntArray:
     """Sum ``clip(q - shift, k0, k1)`` over q in [first, last)."""
     low, high = (np.minimum(np.maximum(key + shift, first), last) for key in (k0, k1))
     middle = (low + high - 1) * (high - low) // 2 - shift * (high - low)

@@ -7,7 +7,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
-    for start, stop in sorted(one for ranges in sets for one in ranges if one[0] < one[1]):
+    for start, stop in sorted(
+        one for ranges in sets for one in ranges if one[0] < one[1]
+    ):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         else:

@@ -16,14 +16,20 @@ class Shares:
     def __init__(self, ranks: int) -> None:
         self.length = 0
         self._runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self._writer, self._left = 0, 0  # who is being written to, and how many tokens of its block are left
+        # who is being written to, and how many tokens of its block are left
+        self._writer, self._left = (
+            0,
+            0,
+        )
 
     @property
     def ranks(self) -> int:
         return len(self._runs)
 
     def counts(self, first: int = 0) -> tuple[int, ...]:
-        return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
+        return tuple(
+            sum(count for _, count in runs_from(runs, first)) for runs in self._runs
+        )
 
     def split(self, count: int) -> CustomLayout:
         """Split ``count`` new positions, at least two per rank, over all ranks; return their layout."""
@@ -32,7 +38,9 @@ class Shares:
         counts = self.counts()
         fewest = sorted(range(self.ranks), key=lambda rank: (counts[rank], rank))
         # What does not divide evenly goes to those who hold least, so that shares stay level over many steps.
-        extra = set([*fewest, *(pieces - 1 - rank for rank in fewest)][: count % pieces])
+        extra = set(
+            [*fewest, *(pieces - 1 - rank for rank in fewest)][: count % pieces]
+        )
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         start = self.length
         for piece in range(pieces):
@@ -58,20 +66,31 @@ class Shares:
 
     def crop(self, length: int) -> None:
         self._runs = [
-            [(start, min(count, length - start)) for start, count in runs if start < length] for runs in self._runs
+            [
+                (start, min(count, length - start))
+                for start, count in runs
+                if start < length
+            ]
+            for runs in self._runs
         ]
         self.length, self._left = min(self.length, length), 0
 
     def held(self, first: int = 0) -> CustomLayout:
         """Return positions from ``first`` on; an empty rank holds one of padding, as some models need a token."""
         held = (list(runs_from(runs, first)) for runs in self._runs)
-        return CustomLayout.of((runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)), self.length)
+        return CustomLayout.of(
+            (runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)),
+            self.length,
+        )
 
     def runs(self) -> tuple[Runs, ...]:
         return tuple(map(tuple, self._runs))
 
     def _appended(self, new: list[list[tuple[int, int]]]) -> CustomLayout:
-        self._runs = [list(_joined(old + added)) for old, added in zip(self._runs, new, strict=True)]
+        self._runs = [
+            list(_joined(old + added))
+            for old, added in zip(self._runs, new, strict=True)
+        ]
         self.length = max(start + count for runs in new for start, count in runs)
         return CustomLayout.of(map(_joined, new))
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Tile(NamedTuple):  # not a data class, of which thousands take long to make and to hash
+# not a data class, of which thousands take long to make and to hash
+class Tile(NamedTuple):
     """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
 
     Row i and column j, from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a key and every
@@ -66,9 +67,14 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         """Count pairs with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them."""
         rows, keys = self.num_rows, self.num_keys
         first = min(max(bound, 0), rows)  # rows before see nothing
-        saturated = min(max(bound + keys - 1, first), rows)  # rows from here see every key
+        # rows from here see every key
+        saturated = min(max(bound + keys - 1, first), rows)
         ramp = saturated - first
-        return ramp * (first - bound + 1) + ramp * (ramp - 1) // 2 + (rows - saturated) * keys
+        return (
+            ramp * (first - bound + 1)
+            + ramp * (ramp - 1) // 2
+            + (rows - saturated) * keys
+        )
 
     @property
     def is_anticausal(self) -> bool:
@@ -76,7 +82,14 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         return self.mirrored(self.num_rows, self.num_keys).is_causal
 
     def shifted(self, rows: int, keys: int) -> "Tile":
-        return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
+        return Tile(
+            self.q0 + rows,
+            self.q1 + rows,
+            self.k0 + keys,
+            self.k1 + keys,
+            self.lo,
+            self.hi,
+        )
 
     def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
         """Return the tile with rows and columns counted from the rectangle's ends."""
@@ -104,7 +117,9 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         elif not self.has_lower:
             here = self.shifted(-self.q0, -self.k0)
             for piece in here.mirrored(self.num_rows, self.num_keys).split():
-                yield piece.mirrored(self.num_rows, self.num_keys).shifted(self.q0, self.k0)
+                yield piece.mirrored(self.num_rows, self.num_keys).shifted(
+                    self.q0, self.k0
+                )
         else:
             for piece in self._split_band():
                 yield from piece.shifted(self.q0, self.k0).split()
@@ -131,7 +146,9 @@ def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
         return None
     # The bounds move with the corner. Those that do not bind get one value, so that equal tiles are equal.
     rows, columns = q1 - q0, k1 - k0
-    return Tile(q0, q1, k0, k1, max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1))
+    return Tile(
+        q0, q1, k0, k1, max(lo - q0 + k0, 1 - columns), min(hi - q0 + k0, rows - 1)
+    )
 
 
 def meet(
@@ -145,8 +162,14 @@ def meet(
     offset = np.subtract(q_start, k_start)
     lo, hi = -((offset - low) // step), (high - offset) // step  # ceil and floor
     # Span indices whose positions lie in the region.
-    i0, i1 = np.maximum(-((q_start - q0) // step), 0), np.minimum(-((q_start - q1) // step), q_count)
-    j0, j1 = np.maximum(-((k_start - k0) // step), 0), np.minimum(-((k_start - k1) // step), k_count)
+    i0, i1 = (
+        np.maximum(-((q_start - q0) // step), 0),
+        np.minimum(-((q_start - q1) // step), q_count),
+    )
+    j0, j1 = (
+        np.maximum(-((k_start - k0) // step), 0),
+        np.minimum(-((k_start - k1) // step), k_count),
+    )
     empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
     # As in ``cut``: rows that see no key, then keys that no row sees.
     i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
@@ -165,7 +188,11 @@ def join(tiles: Iterable[Tile]) -> list[Tile]:
 def _join_causal(tiles: list[Tile]) -> list[Tile]:
     pool = {(tile.q0, tile.k0): tile for tile in tiles}
     for corner in sorted(pool):
-        while (upper := pool.get(corner)) is not None and upper.is_causal and upper.num_rows == upper.num_keys:
+        while (
+            (upper := pool.get(corner)) is not None
+            and upper.is_causal
+            and upper.num_rows == upper.num_keys
+        ):
             # Two causal squares down the diagonal and the rectangle left of the lower one make a larger causal square.
             # It stays in the pool, where it may be the upper one of the next pair.
             lower, left = pool.get((upper.q1, upper.k1)), pool.get((upper.q1, upper.k0))
@@ -174,7 +201,9 @@ def _join_causal(tiles: list[Tile]) -> list[Tile]:
             if (left.q1, left.k1) != (lower.q1, upper.k1):
                 break
             del pool[lower.q0, lower.k0], pool[left.q0, left.k0]
-            pool[corner] = Tile(upper.q0, lower.q1, upper.k0, lower.k1, 0, lower.q1 - upper.q0 - 1)
+            pool[corner] = Tile(
+                upper.q0, lower.q1, upper.k0, lower.k1, 0, lower.q1 - upper.q0 - 1
+            )
     return list(pool.values())
 
 
@@ -183,10 +212,14 @@ def _join_full(tiles: list[Tile]) -> list[Tile]:
     # Side by side first, by equal rows; then what came of it one below the other, by equal keys.
     rows = {(tile.q0, tile.q1, tile.k0): tile for tile in tiles if tile.is_full}
     for key in sorted(rows, key=lambda key: key[2]):
-        while (left := rows.get(key)) and (right := rows.pop((left.q0, left.q1, left.k1), None)):
+        while (left := rows.get(key)) and (
+            right := rows.pop((left.q0, left.q1, left.k1), None)
+        ):
             rows[key] = Tile.full(left.q0, left.q1, left.k0, right.k1)
     columns = {(tile.k0, tile.k1, tile.q0): tile for tile in rows.values()}
     for key in sorted(columns, key=lambda key: key[2]):
-        while (upper := columns.get(key)) and (lower := columns.pop((upper.k0, upper.k1, upper.q1), None)):
+        while (upper := columns.get(key)) and (
+            lower := columns.pop((upper.k0, upper.k1, upper.q1), None)
+        ):
             columns[key] = Tile.full(upper.q0, lower.q1, upper.k0, upper.k1)
     return sorted([*rest, *columns.values()])

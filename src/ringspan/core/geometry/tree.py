@@ -12,7 +12,9 @@ from ringspan.core.geometry.ranges import Ranges, union
 from ringspan.core.messages.numbers import described, integer, is_a
 
 
-def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None = None) -> Mask:
+def tree(
+    lengths: Iterable[int], parents: Iterable[int], *, window: int | None = None
+) -> Mask:
     """Let a token see its own segment up to itself, and all segments that it continues.
 
     Segment i has ``lengths[i]`` tokens, stored after segment i - 1, and continues the earlier one ``parents[i]``; -1
@@ -23,19 +25,34 @@ def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None =
         MaskError: as ``documents``; another number of parents, or a parent that is not an earlier segment.
     """
     if is_a(parents, str) or not hasattr(parents, "__iter__"):
-        raise MaskError(f"parents must be a list of segments such as [-1, 0, 0], got {described(parents)}")
-    lengths, parents = [*lengths] if hasattr(lengths, "__iter__") else lengths, [*parents]
+        raise MaskError(
+            f"parents must be a list of segments such as [-1, 0, 0], got {described(parents)}"
+        )
+    lengths, parents = (
+        [*lengths] if hasattr(lengths, "__iter__") else lengths,
+        [*parents],
+    )
     plain = documents(lengths, window=window)
     parents = [integer(parent, "a parent", MaskError) for parent in parents]
     if len(parents) != len(plain.regions):
-        raise MaskError(f"{len(parents)} parents for {len(plain.regions)} segments; give one each, -1 for none")
+        raise MaskError(
+            f"{len(parents)} parents for {len(plain.regions)} segments; give one each, -1 for none"
+        )
     for number, parent in enumerate(parents):
         if not -1 <= parent < number:
-            raise MaskError(f"segment {number} continues segment {parent}; give an earlier one, or -1 for none")
-    segments = _Segments(np.cumsum([0, *(region.q1 - region.q0 for region in plain.regions)]).tolist(), parents)
+            raise MaskError(
+                f"segment {number} continues segment {parent}; give an earlier one, or -1 for none"
+            )
+    segments = _Segments(
+        np.cumsum([0, *(region.q1 - region.q0 for region in plain.regions)]).tolist(),
+        parents,
+    )
     shared = segments.shared() if window is None else segments.shared_within(window)
     regions = (*segments.own(UNBOUNDED if window is None else window - 1), *shared)
-    return Mask(regions, f"tree of {len(parents)} segments" + (f" & window:{window}" if window else ""))
+    return Mask(
+        regions,
+        f"tree of {len(parents)} segments" + (f" & window:{window}" if window else ""),
+    )
 
 
 class Tree(NamedTuple):
@@ -52,7 +69,10 @@ class Tree(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of the longest branch."""
-        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        return max(
+            start + length
+            for start, length in zip(self.starts, self.lengths, strict=True)
+        )
 
     @property
     def leaves(self) -> list[int]:
@@ -86,10 +106,17 @@ class Tree(NamedTuple):
         lengths: list[int] = []
         parents: list[int] = []
         last: list[int] = []
-        for length, parent, start in zip(self.lengths, self.parents, self.starts, strict=True):
+        for length, parent, start in zip(
+            self.lengths, self.parents, self.starts, strict=True
+        ):
             before = last[parent] if start % chunk else -1
-            for first in (start, *range(start + chunk - start % chunk, start + length, chunk)):
-                lengths.append(min(start + length, first + chunk - first % chunk) - first)
+            for first in (
+                start,
+                *range(start + chunk - start % chunk, start + length, chunk),
+            ):
+                lengths.append(
+                    min(start + length, first + chunk - first % chunk) - first
+                )
                 parents.append(before)
                 before = -1
             last.append(len(lengths) - 1)
@@ -112,8 +139,13 @@ class _Segments:
         self.ends, self.parents = ends, parents
         self.first = [0] * len(parents)  # of each segment's run
         for number, parent in enumerate(parents):
-            self.first[number] = self.first[parent] if number and parent == number - 1 else number
-        self.runs = [[*run] for _, run in groupby(range(len(parents)), key=self.first.__getitem__)]
+            self.first[number] = (
+                self.first[parent] if number and parent == number - 1 else number
+            )
+        self.runs = [
+            [*run]
+            for _, run in groupby(range(len(parents)), key=self.first.__getitem__)
+        ]
 
     def own(self, hi: int) -> Iterator[Region]:
         for run in self.runs:
@@ -123,28 +155,43 @@ class _Segments:
     def shared(self) -> Iterator[Region]:
         """Yield the tokens of runs that branch off against what they continue."""
         last = {run[0]: run[-1] for run in self.runs}
-        later: list[list[tuple[int, int]]] = [[] for _ in self.parents]  # tokens of other runs that see a segment
+        # tokens of other runs that see a segment
+        later: list[list[tuple[int, int]]] = [[] for _ in self.parents]
         seen: list[Ranges] = [()] * len(self.parents)
         for number in reversed(range(len(self.parents))):
             seen[number], parent = union(later[number]), self.parents[number]
             if parent >= 0:
                 later[parent] += seen[number]
                 if number == self.first[number]:
-                    later[parent].append((self.ends[number], self.ends[last[number] + 1]))
+                    later[parent].append(
+                        (self.ends[number], self.ends[last[number] + 1])
+                    )
         for run in self.runs:
             for rows, same in groupby(run, key=seen.__getitem__):
                 keys = [*same]
                 for start, stop in rows:
-                    yield Region(start, stop, self.ends[keys[0]], self.ends[keys[-1] + 1])
+                    yield Region(
+                        start, stop, self.ends[keys[0]], self.ends[keys[-1] + 1]
+                    )
 
     def shared_within(self, window: int) -> Iterator[Region]:
         place = _branch_starts(np.diff(self.ends).tolist(), self.parents)
         for run in self.runs:
-            start, stop, parent = self.ends[run[0]], self.ends[run[-1] + 1], self.parents[run[0]]
+            start, stop, parent = (
+                self.ends[run[0]],
+                self.ends[run[-1] + 1],
+                self.parents[run[0]],
+            )
             while parent >= 0:
                 first = self.first[parent]
                 behind = (start - place[run[0]]) - (self.ends[first] - place[first])
-                region = Region(start, stop, self.ends[first], self.ends[parent + 1], hi=window - 1 + behind)
+                region = Region(
+                    start,
+                    stop,
+                    self.ends[first],
+                    self.ends[parent + 1],
+                    hi=window - 1 + behind,
+                )
                 if region.is_empty:
                     break
                 yield region
@@ -172,7 +219,8 @@ def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:
     parts: list[np.ndarray] = []
     before: list[np.ndarray] = []  # places of each segment's branch
     places = [np.zeros(0, np.int64)] * len(rows)
-    todo = [(0, len(order), -1)]  # rows of the order, and the segment that they continue
+    # rows of the order, and the segment that they continue
+    todo = [(0, len(order), -1)]
     while todo:
         first, stop, parent = todo.pop()
         row = rows[order[first]]
@@ -181,7 +229,9 @@ def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:
         start = len(branch)
         if stop - first == 1 or shared - start >= least:
             place = sum(lengths)
-            before.append(np.concatenate((branch, np.arange(place, place + shared - start))))
+            before.append(
+                np.concatenate((branch, np.arange(place, place + shared - start)))
+            )
             lengths.append(shared - start)
             parents.append(parent)
             parts.append(row[start:shared])
@@ -189,8 +239,14 @@ def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:
         if stop - first == 1:
             places[order[first]] = before[parent]
         else:
-            cuts = [number + 1 for number in range(first, stop - 1) if common[number] == shared]
-            todo += [(*ends, parent) for ends in reversed([*pairwise((first, *cuts, stop))])]
+            cuts = [
+                number + 1
+                for number in range(first, stop - 1)
+                if common[number] == shared
+            ]
+            todo += [
+                (*ends, parent) for ends in reversed([*pairwise((first, *cuts, stop))])
+            ]
     return Shared(Tree(tuple(lengths), tuple(parents)), np.concatenate(parts), places)
 
 

@@ -18,7 +18,9 @@ def shortened(text: str, limit: int = LIMIT) -> str:
         return line
     kept = line[: limit - 3]
     # A single word that fills the line has no other place to be cut at.
-    cut = kept if line[limit - 3] == " " or " " not in kept else kept[: kept.rindex(" ")]
+    cut = (
+        kept if line[limit - 3] == " " or " " not in kept else kept[: kept.rindex(" ")]
+    )
     return cut.rstrip(" ,;:") + "..."
 
 
@@ -28,12 +30,17 @@ def one_line(error: BaseException, limit: int = LIMIT) -> str:
 
 def few(items: Iterable[object], limit: int = 8) -> str:
     every = [str(item) for item in items]
-    return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")
+    return ", ".join(every[:limit]) + (
+        f" and {len(every) - limit} more" if len(every) > limit else ""
+    )
 
 
 @contextmanager
 def refused(
-    what: str, *kinds: type[BaseException], remedy: str = "", error_type: type[RingspanError] = ConfigError
+    what: str,
+    *kinds: type[BaseException],
+    remedy: str = "",
+    error_type: type[RingspanError] = ConfigError,
 ) -> Generator[None]:
     """Turn errors of these kinds into ours: ``what``, their message and the remedy."""
     try:
@@ -44,12 +51,16 @@ def refused(
         raise error_type(f"{what}: {one_line(error)}{remedy}") from error
 
 
-def differences(before: object, now: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    before: object, now: object, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield dotted name and both values of what differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)
         for key in {**old, **new}:
-            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+            yield from differences(
+                old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
+            )
     elif before != now:
         yield prefix, before, now
 

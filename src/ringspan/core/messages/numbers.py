@@ -7,10 +7,13 @@ from typing import Any, Final, cast
 
 from ringspan.core.errors import ConfigError, RingspanError
 
-LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such numbers still fit an int64
+# beyond every position; sums of a few such numbers still fit an int64
+LARGEST_INTEGER: Final = 1 << 60
 
 
-def integer(value: object, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
+def integer(
+    value: object, name: str, error: type[RingspanError], *, at_least: int | None = None
+) -> int:
     """Convert any library's integer, or integral float, to int; raise the given error otherwise."""
     if type(value) is not int:
         value = _whole(value, name, error)
@@ -22,22 +25,38 @@ def integer(value: object, name: str, error: type[RingspanError], *, at_least: i
 
 
 def _whole(value: object, name: str, error: type[RingspanError]) -> int:
-    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    is_bool = (
+        isinstance(value, bool)
+        or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
+    )
     if not is_bool:
-        if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
+        if (
+            isinstance(value, Real)
+            and not isinstance(value, Integral)
+            and float(value).is_integer()
+        ):
             return int(float(value))
         try:
             return index(cast(Any, value))
-        except (TypeError, ValueError, RuntimeError):  # what libraries raise for an array that is no integer
+        # what libraries raise for an array that is no integer
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):
             pass
     raise error(f"{name} must be an integer, got {described(value)}")
 
 
-def numbers_in(option: str, text: str, example: str, most: int = 1024) -> tuple[int, ...]:
+def numbers_in(
+    option: str, text: str, example: str, most: int = 1024
+) -> tuple[int, ...]:
     """Read whole numbers from 1 to ``most``, separated by commas; ConfigError for other text."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= most for word in words):
-        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {most:,} with commas, such as {example}")
+        raise ConfigError(
+            f"{option} {text!r}: write numbers from 1 to {most:,} with commas, such as {example}"
+        )
     return tuple(map(int, words))
 
 
@@ -61,22 +80,38 @@ def described(value: object) -> str:
     if shape := tuple[Any, ...](getattr(value, "shape", ())):
         return f"a {type(value).__name__} of shape {shape}"
     text = repr(value)
-    return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"a {type(value).__name__}"
+    return (
+        f"{text} ({type(value).__name__})"
+        if len(text) <= 40
+        else f"a {type(value).__name__}"
+    )
 
 
-def check_whole(name: str, value: object, least: int = 1, *, otherwise: str = "") -> None:
+def check_whole(
+    name: str, value: object, least: int = 1, *, otherwise: str = ""
+) -> None:
     """Raise ConfigError unless an option is an integer >= ``least``; ``otherwise`` names other values."""
+    # even 2.0: it would be kept, and no range takes it
     try:
-        if isinstance(value, float):  # even 2.0: it would be kept, and no range takes it
+        if isinstance(value, float):
             raise ConfigError(f"{name} must be an integer, got {described(value)}")
         integer(value, name, ConfigError, at_least=least)
     except ConfigError as error:
         raise ConfigError(f"{error}{otherwise}") from None
 
 
-def check_real(name: str, value: object, least: float, below: float = float("inf"), *, above: bool = False) -> None:
+def check_real(
+    name: str,
+    value: object,
+    least: float,
+    below: float = float("inf"),
+    *,
+    above: bool = False,
+) -> None:
     """Raise ConfigError unless a number is in [least, below), or in (least, below) with ``above``."""
     number = real(value, name, ConfigError)
     if not (least < number if above else least <= number) or not number < below:
-        bounds = f"{'above' if above else 'at least'} {least}" + (f" and below {below}" if below < float("inf") else "")
+        bounds = f"{'above' if above else 'at least'} {least}" + (
+            f" and below {below}" if below < float("inf") else ""
+        )
         raise ConfigError(f"{name} must be {bounds}, got {value!r}")

@@ -19,7 +19,9 @@ def shown_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     rounded = abs(float(f"{seconds:.2e}"))
-    size, unit = next((each for each in _SMALL_SECONDS if rounded >= each[0]), _SMALL_SECONDS[-1])
+    size, unit = next(
+        (each for each in _SMALL_SECONDS if rounded >= each[0]), _SMALL_SECONDS[-1]
+    )
     return f"{_digits(seconds / size)} {unit}"
 
 
@@ -28,9 +30,15 @@ def _prefixed(value: float, unit: str, *, is_whole: bool = False) -> str:
         return f"{value} {unit}"
     # The prefix is that of the rounded number: 999.9 MB are 1.00 GB, not 1,000 MB.
     rounded = abs(float(f"{value:.2e}"))
-    power = 0 if rounded < 1 else min(len(_PREFIXES) - 1, floor(log10(rounded) / 3 + 1e-12))
+    power = (
+        0 if rounded < 1 else min(len(_PREFIXES) - 1, floor(log10(rounded) / 3 + 1e-12))
+    )
     scaled = value / 1000**power
-    return f"{scaled:.0f} {unit}" if power == 0 and is_whole else f"{_digits(scaled)} {_PREFIXES[power]}{unit}"
+    return (
+        f"{scaled:.0f} {unit}"
+        if power == 0 and is_whole
+        else f"{_digits(scaled)} {_PREFIXES[power]}{unit}"
+    )
 
 
 shown_bytes: Final = partial(_prefixed, unit="B", is_whole=True)

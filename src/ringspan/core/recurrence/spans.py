@@ -14,7 +14,9 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.tree import Tree
 
-CHAIN_SPANS: Final = 8  # up to so many spans, as few bytes as possible; beyond, few rounds
+CHAIN_SPANS: Final = (
+    8  # up to so many spans, as few bytes as possible; beyond, few rounds
+)
 
 
 class Place(NamedTuple):
@@ -77,7 +79,10 @@ def continues(places: Sequence[Place], number: int, starts: Sequence[int]) -> bo
 
 def passes(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
     """Return whether a span hands on the state that it takes: no document begins in it."""
-    return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1
+    return (
+        continues(places, number, starts)
+        and len(pieces_of(places[number], starts)) == 1
+    )
 
 
 class Links(NamedTuple):
@@ -96,8 +101,14 @@ class Links(NamedTuple):
 def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -> Links:
     numbers = range(len(places))
     return Links(
-        tuple(any(continues(places, number, starts) for starts in starts_of_rows) for number in numbers),
-        tuple(any(passes(places, number, starts) for starts in starts_of_rows) for number in numbers),
+        tuple(
+            any(continues(places, number, starts) for starts in starts_of_rows)
+            for number in numbers
+        ),
+        tuple(
+            any(passes(places, number, starts) for starts in starts_of_rows)
+            for number in numbers
+        ),
     )
 
 
@@ -141,7 +152,12 @@ def _runs(links: Links) -> Iterator[tuple[int, int]]:
 def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
     for number, span in enumerate(range(first, last)):
         is_prefix_needed = span + 1 < last
-        yield number, Message(span, span + 1, has_map=False, composes=is_prefix_needed, is_state=True)
+        yield (
+            number,
+            Message(
+                span, span + 1, has_map=False, composes=is_prefix_needed, is_state=True
+            ),
+        )
 
 
 def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
@@ -156,13 +172,26 @@ def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
             yield (
                 number,
                 Message(
-                    first + source, first + span, has_map=not is_whole, composes=True, is_state=is_whole and reach == 1
+                    first + source,
+                    first + span,
+                    has_map=not is_whole,
+                    composes=True,
+                    is_state=is_whole and reach == 1,
                 ),
             )
         number, reach = number + 1, 2 * reach
     for span in range(1, spans + 1):
         if span not in delivered:
-            yield number, Message(first + span - 1, first + span, has_map=False, composes=False, is_state=True)
+            yield (
+                number,
+                Message(
+                    first + span - 1,
+                    first + span,
+                    has_map=False,
+                    composes=False,
+                    is_state=True,
+                ),
+            )
 
 
 class Loan(NamedTuple):
@@ -175,7 +204,9 @@ class Loan(NamedTuple):
     tokens: int
 
 
-def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
+def reach_back(
+    places: Sequence[Place], number: int, width: int, starts: Sequence[int]
+) -> int:
     """Count the ``width`` inputs before a span that belong to its first token's document."""
     lowest = starts[bisect_right(starts, places[number].start) - 1]
     found = 0
@@ -185,25 +216,34 @@ def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequenc
     return min(found, width)
 
 
-def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
+def halo_loans(
+    places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]
+) -> tuple[Loan, ...]:
     """Return the owners of the ``width`` inputs before each span, by target and position."""
     # As far back as any sequence of the batch needs them; spans are in the order of their positions.
     loans: list[Loan] = []
     for target in range(len(places)):
-        left = max(reach_back(places, target, width, starts) for starts in starts_of_rows)
+        left = max(
+            reach_back(places, target, width, starts) for starts in starts_of_rows
+        )
         source, place, mine = target, width, list[Loan]()
         while left:
             source -= 1
             count = min(left, places[source].tokens)
             place, left = place - count, left - count
-            mine.append(Loan(source, places[source].tokens - count, target, place, count))
+            mine.append(
+                Loan(source, places[source].tokens - count, target, place, count)
+            )
         loans += mine[::-1]
     return tuple(loans)
 
 
-def branches_of(layout: Layout, tree: Tree) -> tuple[tuple[Place, ...], tuple[int, ...]]:
+def branches_of(
+    layout: Layout, tree: Tree
+) -> tuple[tuple[Place, ...], tuple[int, ...]]:
     """Return the cut spans, and the number of the one before each on its branch, -1 before the first."""
-    begins = [*accumulate(tree.lengths[:-1], initial=0)]  # padding belongs to the last segment
+    # padding belongs to the last segment
+    begins = [*accumulate(tree.lengths[:-1], initial=0)]
     last: dict[int, int] = {-1: -1}  # span of each segment
     places: list[Place] = []
     before: list[int] = []
@@ -213,7 +253,9 @@ def branches_of(layout: Layout, tree: Tree) -> tuple[tuple[Place, ...], tuple[in
             segment = bisect_right(begins, start) - 1
             before.append(last[tree.parents[segment] if is_first else segment])
             last[segment] = len(places)
-            places.append(place._replace(offset=place.offset + offset, start=start, tokens=tokens))
+            places.append(
+                place._replace(offset=place.offset + offset, start=start, tokens=tokens)
+            )
     return tuple(places), tuple(before)
 
 
@@ -225,14 +267,19 @@ def branch_rounds(before: Sequence[int], *, reverse: bool = False) -> Rounds:
         edges = [(last - target, last - source) for source, target in reversed(edges)]
     sources = {source for source, _ in edges}
     rounds: defaultdict[int, list[Message]] = defaultdict(list)
-    level: defaultdict[int, int] = defaultdict(int)  # round in which a span has all that it passes on
+    # round in which a span has all that it passes on
+    level: defaultdict[int, int] = defaultdict(int)
     for source, target in edges:
-        rounds[level[source]].append(Message(source, target, False, target in sources, True))
+        rounds[level[source]].append(
+            Message(source, target, False, target in sources, True)
+        )
         level[target] = max(level[target], level[source] + 1)
     return tuple(tuple(rounds[number]) for number in sorted(rounds))
 
 
-def branch_loans(places: Sequence[Place], before: Sequence[int], width: int) -> Iterator[Loan]:
+def branch_loans(
+    places: Sequence[Place], before: Sequence[int], width: int
+) -> Iterator[Loan]:
     """Yield the owners of the ``width`` inputs before each span on its branch, the nearest first."""
     for target, source in enumerate(before):
         left = width

@@ -16,19 +16,25 @@ class Sent(NamedTuple):
     numbers: int
 
 
-def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = False) -> Iterator[Sent]:
+def state_messages(
+    layout: Layout, state: int, map_: int, *, reverse: bool = False
+) -> Iterator[Sent]:
     """Yield one sequence's states in forward (``state`` numbers, with a map ``map_`` more), or backward's gradients."""
     places = places_of(layout)
     links, last = links_of(places, ((0,),)), len(places) - 1
     for number, messages in enumerate(scan_rounds(links.reverse if reverse else links)):
         for message in messages:
             ends = message.source, message.target
-            sender, receiver = (places[last - end if reverse else end].rank for end in ends)
+            sender, receiver = (
+                places[last - end if reverse else end].rank for end in ends
+            )
             if sender != receiver:
                 yield Sent(number, sender, receiver, state + map_ * message.has_map)
 
 
-def halo_messages(layout: Layout, channels: int, width: int, *, reverse: bool = False) -> Iterator[Sent]:
+def halo_messages(
+    layout: Layout, channels: int, width: int, *, reverse: bool = False
+) -> Iterator[Sent]:
     """Yield the ``width`` inputs before each span, ``channels`` numbers each; or their gradients."""
     places = places_of(layout)
     for loan in halo_loans(places, width, ((0,),)):

@@ -32,7 +32,13 @@ class Choice:
 
 @lru_cache(maxsize=64)
 def choose_route(
-    layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
+    layout: Layout,
+    mask: Mask,
+    shape: Shape,
+    speeds: Speeds,
+    keys: Layout | None = None,
+    *,
+    comm_dtype: str = "exact",
 ) -> Choice:
     """Return the route that the model finds quickest; of two rings, fewer bytes unless one is clearly quicker.
 
@@ -41,13 +47,19 @@ def choose_route(
     plain, keys = "ring", keys or layout
     if comm_dtype == "exact":
         ends = sorted({0, layout.ranks - 1})
-        plain = min(("ring", "pass-q"), key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends))
+        plain = min(
+            ("ring", "pass-q"),
+            key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends),
+        )
+    # they have no Ulysses groups
     others = other_routes(layout.ranks, shape, speeds.ranks_per_node)
-    if isinstance(layout, CustomLayout) or isinstance(keys, CustomLayout):  # they have no Ulysses groups
+    if isinstance(layout, CustomLayout) or isinstance(keys, CustomLayout):
         others = (route for route in others if not route.startswith("ulysses"))
     candidates = dict.fromkeys(("ring", plain, *others))
     seconds = {
-        route: forward_pass(layout, mask, route, shape, speeds, keys, comm_dtype=comm_dtype).seconds
+        route: forward_pass(
+            layout, mask, route, shape, speeds, keys, comm_dtype=comm_dtype
+        ).seconds
         for route in candidates
     }
     best = min(seconds, key=lambda route: seconds[route])
@@ -59,7 +71,10 @@ def choose_route(
 def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
     """Return ``ring`` or ``pass-q``, with fewer bytes for new tokens over a cache."""
     everyone = range(queries.ranks)
-    return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
+    return min(
+        ("ring", "pass-q"),
+        key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone),
+    )
 
 
 def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
@@ -110,4 +125,10 @@ def sends_latents(config: StepConfig, route: Route, ring: int, *, has_tp: bool) 
 
     On a ring without ``folds`` or ``compile``, on a route of keys and values of all heads.
     """
-    return ring > 1 and route.carries_latents and not has_tp and config.compile is False and config.folds == 1
+    return (
+        ring > 1
+        and route.carries_latents
+        and not has_tp
+        and config.compile is False
+        and config.folds == 1
+    )

@@ -85,7 +85,9 @@ class _Moving(NamedTuple):
         yield from drop(*(message.buffer for message in self.sends), *self.came)
 
 
-def _start(part: ChoosingPart, token: int, message: int, *, is_back: bool = False) -> Steps[_Moving]:
+def _start(
+    part: ChoosingPart, token: int, message: int, *, is_back: bool = False
+) -> Steps[_Moving]:
     """Send what others take of ``token`` bytes each, and receive what they hold; ``is_back``: to its owners."""
     sent, received = reversed(part.tokens) if is_back else part.tokens
     sends: list[Message] = []
@@ -102,6 +104,8 @@ def _start(part: ChoosingPart, token: int, message: int, *, is_back: bool = Fals
             receives.append(Message(peer, (yield from make(token * count))))
     if sends or receives:
         yield Post(message, tuple(sends), tuple(receives))
-    total = yield from make(token * (part.own if is_back else part.fetched), is_sum=True)
+    total = yield from make(
+        token * (part.own if is_back else part.fetched), is_sum=True
+    )
     came += [buffer for _, buffer in receives]
     return _Moving(message, tuple(sends), came, total, bool(sends or receives))

@@ -36,7 +36,9 @@ def forward(part: Part) -> Iterator[Event]:
     if part.schedule.gathered is not None:
         yield from _forward_of_gathered(part, part.schedule.gathered)
         return
-    last: list[Buffer] = []  # sums, and what arrived last: variables until the next group has its own
+    last: list[
+        Buffer
+    ] = []  # sums, and what arrived last: variables until the next group has its own
     for number in range(part.head_groups):
         last = yield from Walk(part, number).forward(last)
     yield from drop(*last)
@@ -98,26 +100,38 @@ class _Gathering(Walk):
         self._keys: Buffer | None = None
 
     def launches(self, stage: Stage) -> tuple[KernelLaunch, ...]:
-        return () if self.part.kernel is None else self.part.kernel.launches(stage.bands)
+        return (
+            () if self.part.kernel is None else self.part.kernel.launches(stage.bands)
+        )
 
     def fetch(self) -> Steps[None]:
         if self._in_place:
             self._keys = yield from make(self._token * self.plan.num_keys)
             for sides in self.plan.posts:
                 sends, receives = (
-                    tuple(Message(one.peer, Buffer(self._token * one.size)) for one in side) for side in sides
+                    tuple(
+                        Message(one.peer, Buffer(self._token * one.size))
+                        for one in side
+                    )
+                    for side in sides
                 )
-                self._coming.append(Coming(Transfer(self.first_message, [], is_over=False), None))
+                self._coming.append(
+                    Coming(Transfer(self.first_message, [], is_over=False), None)
+                )
                 yield Post(self.first_message, sends, receives)
             return
-        sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
+        sends = [
+            (send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges
+        ]
         coded = (yield from self.encode()) if sends and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
         for _, ranges in sends:
             if ranges not in packed:
                 packed[ranges] = yield from self.pack(coded, ranges)
         receives = [(hop.arrives, self.sent_token) for hop in self.hops[1:]]
-        self._coming = yield from self.post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
+        self._coming = yield from self.post(
+            0, [(peer, packed[r]) for peer, r in sends], receives, self.factors
+        )
         yield from drop(coded, *packed.values())
 
     def keys(self) -> Steps[Buffer]:
@@ -137,9 +151,15 @@ class _Gathering(Walk):
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
         shape, part, kernel = self.shape, self.part, self.part.kernel
         token, sent_token = self.gradient_token
-        is_short, returns_short = (size < shape.sum_itemsize for size in (shape.itemsize, self._returned_itemsize))
+        is_short, returns_short = (
+            size < shape.sum_itemsize
+            for size in (shape.itemsize, self._returned_itemsize)
+        )
         counts = part.tokens, self.plan.num_keys, self.plan.num_keys
-        tokens = shape.query_numbers * shape.sum_itemsize, *(shape.sum_itemsize * number for number in self.parts(1))
+        tokens = (
+            shape.query_numbers * shape.sum_itemsize,
+            *(shape.sum_itemsize * number for number in self.parts(1)),
+        )
         sums = [DeferredSum(*each) for each in zip(tokens, counts, strict=True)]
         if not is_short:
             sums[0] = DeferredSum(0, part.tokens)  # it lies in the results
@@ -155,21 +175,31 @@ class _Gathering(Walk):
         yield from drop(keys)
         yield from sums[0].write(0, part.tokens, is_short=is_short)
         yield from sums[0].free()
-        self.sums = yield from make(token * part.key_tokens if returns_short else 0, is_sum=True)
+        self.sums = yield from make(
+            token * part.key_tokens if returns_short else 0, is_sum=True
+        )
         sends: list[tuple[int, Buffer]] = []
         for hop in self.hops[1:]:
             if ranges := hop.gradient_to_owner:
-                sends.append((hop.owner, (yield from make(sent_token * size(ranges), ranges))))
+                sends.append(
+                    (hop.owner, (yield from make(sent_token * size(ranges), ranges)))
+                )
                 for piece in self.plan.of(hop.owner):
                     for each in sums[1:]:
-                        yield from each.write(piece.places.start, piece.places.stop, is_short=sent_token < token)
+                        yield from each.write(
+                            piece.places.start,
+                            piece.places.stop,
+                            is_short=sent_token < token,
+                        )
         receives = [(hop.from_visitor, sent_token) for hop in self.hops[1:]]
         self.returning = yield from self.post(1, sends, receives)
         yield from drop(*(buffer for _, buffer in sends))
         for each in sums[1:]:
             yield from each.free()
 
-    def _launch(self, launch: KernelLaunch, taken: Gradients, sums: list[DeferredSum]) -> Iterator[Event]:
+    def _launch(
+        self, launch: KernelLaunch, taken: Gradients, sums: list[DeferredSum]
+    ) -> Iterator[Event]:
         """Run a launch, and add its dq, dk and dv, or have them wait."""
         if not any(taken.values):
             for each in sums:
@@ -178,7 +208,9 @@ class _Gathering(Walk):
         ends, made = (launch.k0, launch.k1), list[Buffer]()
         for num_bytes in taken.values:
             made.append((yield from make(num_bytes)))
-        for each, value, rows in zip(sums, made, ((launch.q0, launch.q1), ends, ends), strict=True):
+        for each, value, rows in zip(
+            sums, made, ((launch.q0, launch.q1), ends, ends), strict=True
+        ):
             yield from each.add(*rows, value, is_short=taken.is_short)
 
     @property
@@ -196,5 +228,11 @@ class _Gathering(Walk):
                     waiting.add(start, stop, Buffer(0))
         if self._returned_itemsize < self.shape.sum_itemsize:
             for start, stop, values in waiting.of():
-                yield Accumulate(self.shape.sum_itemsize * max(self.parts(stop - start)) if values > 1 else 0)
-        yield from drop(self.sums, *(each.arrival for each in self.returning if each.arrival))
+                yield Accumulate(
+                    self.shape.sum_itemsize * max(self.parts(stop - start))
+                    if values > 1
+                    else 0
+                )
+        yield from drop(
+            self.sums, *(each.arrival for each in self.returning if each.arrival)
+        )

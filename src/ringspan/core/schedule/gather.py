@@ -17,7 +17,9 @@ from ringspan.core.geometry.ranges import Ranges, size, stored, union
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunches
 
-MOST_MESSAGES: Final = 256  # messages of one post: NCCL may hang on more (pytorch/pytorch#174942)
+MOST_MESSAGES: Final = (
+    256  # messages of one post: NCCL may hang on more (pytorch/pytorch#174942)
+)
 
 
 class Piece(NamedTuple):
@@ -85,16 +87,27 @@ class Gathered:
     def of(self, owner: int) -> Iterator[Piece]:
         return (piece for piece in self.pieces if piece.owner == owner)
 
-    def suited(self, launches: Callable[[tuple[Tile, ...]], KernelLaunches]) -> "Gathered":
+    def suited(
+        self, launches: Callable[[tuple[Tile, ...]], KernelLaunches]
+    ) -> "Gathered":
         """Return two stages, the rank's own keys first, if a kernel with these launches computes no more rows then."""
 
         def rows(one: Gathered) -> int:
-            return sum(launch.num_rows for stage in one.stages for launch in launches(stage.bands))
+            return sum(
+                launch.num_rows
+                for stage in one.stages
+                for launch in launches(stage.bands)
+            )
 
-        return self.in_stages if self.in_stages and rows(self.in_stages) <= rows(self) else self
+        return (
+            self.in_stages
+            if self.in_stages and rows(self.in_stages) <= rows(self)
+            else self
+        )
 
 
-_Found = tuple[Span, int, int]  # positions of an owner's tokens, and where it stores the first
+# positions of an owner's tokens, and where it stores the first
+_Found = tuple[Span, int, int]
 
 
 def gather(
@@ -109,25 +122,37 @@ def gather(
         return None
     mine = union(((tile.k0, tile.k1) for tile in own), *(ranges for _, ranges in sends))
     held = list(_cut(keys, rank, mine))
-    came = sorted(one for owner, ranges in receives for one in _cut(keys, owner, ranges))
+    came = sorted(
+        one for owner, ranges in receives for one in _cut(keys, owner, ranges)
+    )
     sent = [(peer, sorted(_cut(keys, rank, ranges))) for peer, ranges in sends]
     regions = mask.table(layout.length, keys.length)
 
-    def laid_out(found: list[_Found], first: int, *own: Stage, in_stages: Gathered | None = None) -> Gathered:
+    def laid_out(
+        found: list[_Found], first: int, *own: Stage, in_stages: Gathered | None = None
+    ) -> Gathered:
         """Meet all keys from the place ``first`` on, which are in order of position."""
         pieces, spans, place = list[Piece](), list[Span](), 0
         for span, owner, start in found:
             pieces.append(Piece(owner, start, start + span.count, place))
-            if place >= first and spans and spans[-1].start + spans[-1].count == span.start:
+            if (
+                place >= first
+                and spans
+                and spans[-1].start + spans[-1].count == span.start
+            ):
                 spans[-1] = Span(spans[-1].start, spans[-1].count + span.count)
             elif place >= first:
                 spans.append(span)
             place += span.count
-        (bands,) = bands_between(layout.spans(rank), [tuple(spans)], [first], regions, passes_queries=False)
+        (bands,) = bands_between(
+            layout.spans(rank), [tuple(spans)], [first], regions, passes_queries=False
+        )
         posts = _posts(pieces, rank, sent, [owner for owner, _ in receives])
         return Gathered(tuple(pieces), (*own, Stage(bands)), posts, in_stages)
 
-    shifted = tuple(tile.shifted(0, stored(mine, tile.k0, tile.k1).start - tile.k0) for tile in own)
+    shifted = tuple(
+        tile.shifted(0, stored(mine, tile.k0, tile.k1).start - tile.k0) for tile in own
+    )
     in_stages = laid_out([*held, *came], size(mine), Stage(shifted))
     return laid_out(sorted([*held, *came]), 0, in_stages=in_stages)
 
@@ -143,7 +168,10 @@ def _cut(keys: Layout, owner: int, ranges: Ranges) -> Iterator[_Found]:
 
 
 def _posts(
-    pieces: Sequence[Piece], rank: int, sent: Iterable[tuple[int, list[_Found]]], owners: Iterable[int]
+    pieces: Sequence[Piece],
+    rank: int,
+    sent: Iterable[tuple[int, list[_Found]]],
+    owners: Iterable[int],
 ) -> tuple[Post, ...]:
     """Pair what is sent and received hop by hop, and cut that into posts.
 
@@ -154,12 +182,27 @@ def _posts(
         held.setdefault(piece.owner, []).append(piece)
     pairs: list[tuple[Stretch | None, Stretch | None]] = []
     for (peer, found), owner in zip(sent, owners, strict=True):
-        there = [Stretch(peer, _place(held[rank], start), span.count) for span, _, start in found]
-        here = [Stretch(owner, piece.place, piece.stop - piece.start) for piece in held.get(owner, ())]
+        there = [
+            Stretch(peer, _place(held[rank], start), span.count)
+            for span, _, start in found
+        ]
+        here = [
+            Stretch(owner, piece.place, piece.stop - piece.start)
+            for piece in held.get(owner, ())
+        ]
         pairs += zip_longest(there, here)
-    cuts = (pairs[first : first + MOST_MESSAGES // 2] for first in range(0, len(pairs), MOST_MESSAGES // 2))
-    return tuple((tuple(a for a, _ in cut if a), tuple(b for _, b in cut if b)) for cut in cuts)
+    cuts = (
+        pairs[first : first + MOST_MESSAGES // 2]
+        for first in range(0, len(pairs), MOST_MESSAGES // 2)
+    )
+    return tuple(
+        (tuple(a for a, _ in cut if a), tuple(b for _, b in cut if b)) for cut in cuts
+    )
 
 
 def _place(mine: Iterable[Piece], start: int) -> int:
-    return next(piece.place + start - piece.start for piece in mine if piece.start <= start < piece.stop)
+    return next(
+        piece.place + start - piece.start
+        for piece in mine
+        if piece.start <= start < piece.stop
+    )

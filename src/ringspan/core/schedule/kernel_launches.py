@@ -27,7 +27,9 @@ class KernelLaunch:
     def of(*tiles: Tile) -> "KernelLaunch":
         q0, k0 = min(tile.q0 for tile in tiles), min(tile.k0 for tile in tiles)
         q1, k1 = max(tile.q1 for tile in tiles), max(tile.k1 for tile in tiles)
-        return KernelLaunch(q0, q1, k0, k1, tuple(tile.shifted(-q0, -k0) for tile in tiles))
+        return KernelLaunch(
+            q0, q1, k0, k1, tuple(tile.shifted(-q0, -k0) for tile in tiles)
+        )
 
     @property
     def num_rows(self) -> int:
@@ -65,7 +67,12 @@ def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
 @lru_cache(_CACHED)
 def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """Return a call for each FULL or square causal piece, or its mirror: kernels differ on other corners."""
-    return tuple(KernelLaunch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
+    return tuple(
+        KernelLaunch.of(square)
+        for tile in tiles
+        for piece in tile.split()
+        for square in _square(piece)
+    )
 
 
 def _square(tile: Tile) -> tuple[Tile, ...]:
@@ -74,7 +81,10 @@ def _square(tile: Tile) -> tuple[Tile, ...]:
     if not tile.is_causal:  # anticausal
         here = tile.shifted(-tile.q0, -tile.k0)
         mirrored = _square(here.mirrored(here.num_rows, here.num_keys))
-        return tuple(m.mirrored(here.num_rows, here.num_keys).shifted(tile.q0, tile.k0) for m in mirrored)
+        return tuple(
+            m.mirrored(here.num_rows, here.num_keys).shifted(tile.q0, tile.k0)
+            for m in mirrored
+        )
     last = tile.q0 + tile.num_keys  # from here on rows see every key
     square = Tile(tile.q0, last, tile.k0, tile.k1, 0, tile.num_keys - 1)
     return square, Tile.full(last, tile.q1, tile.k0, tile.k1)
@@ -92,7 +102,10 @@ class Window(NamedTuple):
     @staticmethod
     def of(tile: Tile) -> "Window":
         shift = tile.num_keys - tile.num_rows
-        return Window(tile.hi + shift if tile.has_upper else -1, -tile.lo - shift if tile.has_lower else -1)
+        return Window(
+            tile.hi + shift if tile.has_upper else -1,
+            -tile.lo - shift if tile.has_lower else -1,
+        )
 
 
 @lru_cache(_CACHED)
@@ -121,8 +134,16 @@ def windows(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 
 def _readable(tile: Tile) -> tuple[Tile, ...]:
-    is_read = tile.is_full or tile.num_rows <= tile.num_keys + 1 or 0 <= Window.of(tile).right < tile.num_keys
-    return (tile,) if is_read else tuple(one.tile.shifted(one.q0, one.k0) for one in squares((tile,)))
+    is_read = (
+        tile.is_full
+        or tile.num_rows <= tile.num_keys + 1
+        or 0 <= Window.of(tile).right < tile.num_keys
+    )
+    return (
+        (tile,)
+        if is_read
+        else tuple(one.tile.shifted(one.q0, one.k0) for one in squares((tile,)))
+    )
 
 
 @lru_cache(_CACHED)
@@ -140,7 +161,9 @@ def within_ranges(
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
         first = tile.q0 if passes_queries else tile.k0
-        places = tuple(bisect(ranges, first, key=lambda one: one[0]) for ranges in packed)
+        places = tuple(
+            bisect(ranges, first, key=lambda one: one[0]) for ranges in packed
+        )
         groups.setdefault(places, []).append(tile)
     for group in groups.values():
         yield from launches(tuple(group))

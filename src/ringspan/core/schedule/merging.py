@@ -13,7 +13,8 @@ MAX_WAITING: Final = 5
 class Segment(NamedTuple):
     start: int
     stop: int
-    partials: tuple[int, ...]  # numbers of the partials, in the order in which they came
+    # numbers of the partials, in the order in which they came
+    partials: tuple[int, ...]
 
 
 def is_full(num_waiting: int, rows: int) -> bool:
@@ -29,4 +30,7 @@ def segments(waiting: Ranges, rows: int) -> tuple[Segment, ...]:
     for number, (start, stop) in enumerate(waiting):
         for place in range(bisect_left(ends, start), bisect_left(ends, stop)):
             covering[place].append(number)
-    return tuple(Segment(ends[place], ends[place + 1], tuple(numbers)) for place, numbers in enumerate(covering))
+    return tuple(
+        Segment(ends[place], ends[place + 1], tuple(numbers))
+        for place, numbers in enumerate(covering)
+    )

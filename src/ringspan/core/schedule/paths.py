@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import UNBOUNDED, Mask
-from ringspan.core.geometry.meetings import Runs, each_of, meet_runs, stripe_cells, stripe_hulls, transposed
+from ringspan.core.geometry.meetings import (
+    Runs,
+    each_of,
+    meet_runs,
+    stripe_cells,
+    stripe_hulls,
+    transposed,
+)
 from ringspan.core.geometry.ranges import Ranges, union
 from ringspan.core.schedule.route import IntArray, Itinerary, Route
 
@@ -46,8 +53,14 @@ class Paths:
         held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
         for hop, places, rows in self.hops():
             if self.itinerary.behind[hop]:
-                received = np.where(self._of_rows(self.is_straight, places), self.nothing, self.carried[:, rows])
-                handed_on[:, rows] = _overlap(held[:, self.before[rows]], received, self.nothing)
+                received = np.where(
+                    self._of_rows(self.is_straight, places),
+                    self.nothing,
+                    self.carried[:, rows],
+                )
+                handed_on[:, rows] = _overlap(
+                    held[:, self.before[rows]], received, self.nothing
+                )
                 held[:, rows] = np.minimum(held[:, rows], handed_on[:, rows])
         return held, handed_on
 
@@ -65,7 +78,11 @@ class Paths:
 
     def _of_rows(self, values: NDArray[np.bool_], places: slice) -> NDArray[np.bool_]:
         counts = np.diff(self.first[places.start : places.stop + 1])
-        return values[places] if counts.sum() == len(counts) else values[places].repeat(counts)
+        return (
+            values[places]
+            if counts.sum() == len(counts)
+            else values[places].repeat(counts)
+        )
 
     def pass_on(self) -> None:
         """Cut each block, from the last hop back, to what is still needed."""
@@ -73,10 +90,21 @@ class Paths:
         # comes from the owner. With less than half, ever more would be sent to ranks that do not need it; from the
         # owner alone, a block would not stay among neighbours.
         for _, places, rows in reversed(list(self.hops())):
-            starts, before, passed = self.first[places] - rows.start, self.before[rows], self.carried[:, rows]
-            shared, sent = (_sizes(of) for of in (np.maximum(self.needed[:, before], passed), passed))
-            self.is_straight[places] = 2 * np.add.reduceat(shared, starts) < np.add.reduceat(sent, starts)
-            passed = np.where(self._of_rows(self.is_straight, places), self.nothing, passed)
+            starts, before, passed = (
+                self.first[places] - rows.start,
+                self.before[rows],
+                self.carried[:, rows],
+            )
+            shared, sent = (
+                _sizes(of)
+                for of in (np.maximum(self.needed[:, before], passed), passed)
+            )
+            self.is_straight[places] = 2 * np.add.reduceat(
+                shared, starts
+            ) < np.add.reduceat(sent, starts)
+            passed = np.where(
+                self._of_rows(self.is_straight, places), self.nothing, passed
+            )
             self.carried[:, before] = np.minimum(self.carried[:, before], passed)
 
     def straight(self, hop: int, owner: int) -> bool:
@@ -88,7 +116,9 @@ class Paths:
         place = self.place[hop, owner]
         if place < 0:
             return ()
-        bounds: list[list[int]] = hulls[:, self.first[place] : self.first[place + 1]].T.tolist()
+        bounds: list[list[int]] = hulls[
+            :, self.first[place] : self.first[place + 1]
+        ].T.tolist()
         return union([(start, -minus_stop) for start, minus_stop in bounds])
 
     def tokens(self, hulls: IntArray) -> IntArray:
@@ -102,7 +132,9 @@ class Paths:
         """Return which rank sends a rank its block. Shape (hops, ranks)."""
         way = self.itinerary
         place = np.take_along_axis(self.place, way.owner, 1)
-        return np.where(np.append(self.is_straight, False)[place], way.owner, way.source)
+        return np.where(
+            np.append(self.is_straight, False)[place], way.owner, way.source
+        )
 
 
 @lru_cache(maxsize=8)  # each is of all ranks
@@ -110,7 +142,9 @@ def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
     needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
     tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])
-    candidates = (_paths_along(needs, way, tokens) for way in route.itineraries(layout.ranks))
+    candidates = (
+        _paths_along(needs, way, tokens) for way in route.itineraries(layout.ranks)
+    )
     # Of the two directions around a ring, under a causal mask one sends less, or earlier: the layout decides which.
     return min(candidates, key=_tokens_and_hops)
 
@@ -144,13 +178,27 @@ def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
     if (way.half >= 0).any():
         hop, owner = np.nonzero(is_needed)
         start, stop = part_of(way.half[hop], tokens[owner])
-        needed[:, :-1] = _overlap(needed[:, :-1], np.stack([start, -stop])[:, of_place], needed[0, -1])
+        needed[:, :-1] = _overlap(
+            needed[:, :-1], np.stack([start, -stop])[:, of_place], needed[0, -1]
+        )
     # At hop 0 each rank has its own block, which has no place.
     earlier = place[way.posted][is_needed]
-    before = np.arange(len(row), dtype=place.dtype) + (first[earlier] - first[:-1])[of_place]
+    before = (
+        np.arange(len(row), dtype=place.dtype) + (first[earlier] - first[:-1])[of_place]
+    )
     before[(earlier < 0)[of_place]] = len(row)
     is_straight = np.zeros(len(pair), bool)
-    paths = Paths(way, place, first, before, needed, needed.copy(), is_straight, needs.pairs, needs.tile_pairs)
+    paths = Paths(
+        way,
+        place,
+        first,
+        before,
+        needed,
+        needed.copy(),
+        is_straight,
+        needs.pairs,
+        needs.tile_pairs,
+    )
     paths.pass_on()
     return paths
 
@@ -196,15 +244,20 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _
     if passes_queries:
         layout, keys, regions = keys, layout, transposed(regions)
     is_striped = keys.name == "striped" and keys.ranks > 1
-    owner, visitor, first, hulls, pairs, meetings = (_of_stripes if is_striped else _of_runs)(layout, keys, regions)
+    owner, visitor, first, hulls, pairs, meetings = (
+        _of_stripes if is_striped else _of_runs
+    )(layout, keys, regions)
     nothing = max(map(keys.tokens_of, range(keys.ranks)))
     hulls = np.append(np.minimum(hulls, nothing), np.full((2, 1), nothing), 1)
     dtype = _dtype(max(nothing, hulls.shape[1]))
     first, hulls = first.astype(dtype), hulls.astype(dtype)
-    return _Needs(owner, visitor, first, hulls, pairs, int(pairs.sum()) // max(1, meetings))
+    return _Needs(
+        owner, visitor, first, hulls, pairs, int(pairs.sum()) // max(1, meetings)
+    )
 
 
-_Found = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, int]  # as ``_Needs``, and how many meetings there are
+# as ``_Needs``, and how many meetings there are
+_Found = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, int]
 
 
 def _of_stripes(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
@@ -213,32 +266,62 @@ def _of_stripes(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
     found: list[IntArray] = []
     together = max(1, _MOST_PAIRS // ranks)
     for begin in range(0, ranks, together):
-        owners, visitors = np.divmod(np.arange(begin * ranks, min(begin + together, ranks) * ranks), ranks)
+        owners, visitors = np.divmod(
+            np.arange(begin * ranks, min(begin + together, ranks) * ranks), ranks
+        )
         hulls = stripe_hulls(visitors, owners, ranks, *counts, regions)
         kept = (hulls.sum(0) < 0) & (owners != visitors)
-        found.append(np.stack([owners, visitors, *hulls])[:, kept].astype(_dtype(keys.tokens_per_rank)))
+        found.append(
+            np.stack([owners, visitors, *hulls])[:, kept].astype(
+                _dtype(keys.tokens_per_rank)
+            )
+        )
     owner, visitor, *hulls = np.concatenate(found, 1)
-    pairs, meetings = (cells.summed(of, ranks) for of in (_num_pairs(cells.met), np.ones(len(cells.q0), np.int64)))
-    return owner, visitor, np.arange(len(owner) + 1), np.stack(hulls), pairs, int(meetings.sum())
+    pairs, meetings = (
+        cells.summed(of, ranks)
+        for of in (_num_pairs(cells.met), np.ones(len(cells.q0), np.int64))
+    )
+    return (
+        owner,
+        visitor,
+        np.arange(len(owner) + 1),
+        np.stack(hulls),
+        pairs,
+        int(meetings.sum()),
+    )
 
 
 def _of_runs(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
     ranks = keys.ranks
-    queries, blocks = (Runs.of(list(map(each.spans, range(ranks))), [0] * ranks) for each in (layout, keys))
-    count, number = len(blocks.block), np.lexsort((blocks.stored, blocks.block)).argsort()  # of spans, by owner
+    queries, blocks = (
+        Runs.of(list(map(each.spans, range(ranks))), [0] * ranks)
+        for each in (layout, keys)
+    )
+    # of spans, by owner
+    count, number = (
+        len(blocks.block),
+        np.lexsort((blocks.stored, blocks.block)).argsort(),
+    )
     pairs, meetings = np.zeros(ranks, np.int64), 0
     found = [np.zeros((3, 0), np.int64)]
     for one, key, met in meet_runs(queries, blocks, regions):
-        visitor, owner, stored = queries.block[one], blocks.block[key], blocks.stored[key]
+        visitor, owner, stored = (
+            queries.block[one],
+            blocks.block[key],
+            blocks.stored[key],
+        )
         meetings += len(one)
         np.add.at(pairs, visitor, _num_pairs(met))
         key = (owner * ranks + visitor) * count + number[key]
-        found.append(np.stack([key, met[2] + stored, -met[3] - stored])[:, owner != visitor])
+        found.append(
+            np.stack([key, met[2] + stored, -met[3] - stored])[:, owner != visitor]
+        )
     key, *bounds = np.concatenate(found, 1)
     order = key.argsort()
     key = key[order]
     starts = np.flatnonzero(np.diff(key, prepend=-1))
-    bounds = np.minimum.reduceat(np.stack(bounds)[:, order], starts, axis=1)  # of all that a visitor's spans see
+    # of all that a visitor's spans see
+    bounds = np.minimum.reduceat(np.stack(bounds)[:, order], starts, axis=1)
     pair, span = np.divmod(key[starts], max(1, count))
     shared = np.unique(span)
     owned = np.bincount(np.sort(blocks.block)[shared], minlength=ranks)

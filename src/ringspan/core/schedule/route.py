@@ -40,25 +40,41 @@ class Route:
     def parse(text: str, ranks: int) -> "Route":
         """Read one of ``ROUTE_FORMS``; UnsupportedError if unknown or of a size that does not divide the ranks."""
         if not is_a(text, str):
-            raise UnsupportedError(f"route must be text, got {described(text)}; choose one of {ROUTE_FORMS}")
+            raise UnsupportedError(
+                f"route must be text, got {described(text)}; choose one of {ROUTE_FORMS}"
+            )
         first, _, between = text.partition("+")
         name, _, number = first.partition(":")
         if number and not (number.isdecimal() and int(number)):
-            raise UnsupportedError(f"cannot read the route {text!r}: {number!r} is not a positive number")
+            raise UnsupportedError(
+                f"cannot read the route {text!r}: {number!r} is not a positive number"
+            )
         if name == "ulysses":
             size = int(number or ranks)
             if ranks % size:
-                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks, but must")
+                raise UnsupportedError(
+                    f"route {text!r}: groups of {size} do not divide {ranks} ranks, but must"
+                )
             inner = Route.parse(between or "ring", ranks // size)
             if inner.ulysses > 1:
-                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning; use 'ulysses:U+ROUTE'")
+                raise UnsupportedError(
+                    f"route {text!r}: ulysses stands once, at the beginning; use 'ulysses:U+ROUTE'"
+                )
             return Route(inner.name, inner.inner, size)
-        if between or name not in ROUTE_NAMES or bool(number) != (name == "double-ring"):
-            raise UnsupportedError(f"unknown route {text!r}; choose one of {ROUTE_FORMS}")
+        if (
+            between
+            or name not in ROUTE_NAMES
+            or bool(number) != (name == "double-ring")
+        ):
+            raise UnsupportedError(
+                f"unknown route {text!r}; choose one of {ROUTE_FORMS}"
+            )
         if name != "double-ring":
             return Route(name)  # pyright: ignore[reportArgumentType]
         if ranks % int(number):
-            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks, but must")
+            raise UnsupportedError(
+                f"route {text!r}: inner rings of {number} do not divide {ranks} ranks, but must"
+            )
         return Route("double-ring", int(number))
 
     @property
@@ -116,7 +132,9 @@ class Itinerary:
     def visitor(self) -> IntArray:
         """Rank that has an owner's block at a hop, inverse to ``owner``. Shape (H, N)."""
         visitor = np.empty_like(self.owner)
-        visitor[np.arange(len(visitor))[:, None], self.owner] = np.arange(visitor.shape[1])
+        visitor[np.arange(len(visitor))[:, None], self.owner] = np.arange(
+            visitor.shape[1]
+        )
         return visitor
 
     @cached_property
@@ -145,15 +163,23 @@ def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> It
     for source, posted, _, _ in hops:
         # What a rank gets at this hop is what its source held when it was sent.
         owners.append(owners[posted][source])
-    posted, behind, half = (np.array([first, *(hop[i] for hop in hops)]) for i, first in ((1, 0), (2, 0), (3, -1)))
-    source = np.stack([everyone, *(hop[0] for hop in hops)], dtype=np.int32, casting="same_kind")
+    posted, behind, half = (
+        np.array([first, *(hop[i] for hop in hops)])
+        for i, first in ((1, 0), (2, 0), (3, -1))
+    )
+    source = np.stack(
+        [everyone, *(hop[0] for hop in hops)], dtype=np.int32, casting="same_kind"
+    )
     return Itinerary(np.stack(owners), source, posted, behind, half)
 
 
 def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
     # A block is sent on from the hop before, and so is what that hop made of it: one message each way per hop.
     source = (np.arange(ranks) - direction) % ranks
-    return _itinerary(ranks, [(source, hop - 1, hop - 1 if hands_on else 0, -1) for hop in range(1, ranks)])
+    return _itinerary(
+        ranks,
+        [(source, hop - 1, hop - 1 if hands_on else 0, -1) for hop in range(1, ranks)],
+    )
 
 
 def _bidirectional(ranks: int) -> Itinerary:
@@ -161,7 +187,13 @@ def _bidirectional(ranks: int) -> Itinerary:
     # A half is at each rank every second hop, so both directions of a link are busy and each message has two hops.
     neighbours = [(np.arange(ranks) + step) % ranks for step in (1, -1)]
     hops = range(1, 2 * ranks - 1)
-    return _itinerary(ranks, [(neighbours[hop % 2], max(hop - 2, 0), max(hop - 2, 0), 1 - hop % 2) for hop in hops])
+    return _itinerary(
+        ranks,
+        [
+            (neighbours[hop % 2], max(hop - 2, 0), max(hop - 2, 0), 1 - hop % 2)
+            for hop in hops
+        ],
+    )
 
 
 def _double_ring(ranks: int, inner: int) -> Itinerary:
@@ -172,7 +204,9 @@ def _double_ring(ranks: int, inner: int) -> Itinerary:
     hops = [
         # A whole turn of the inner ring hides one message between nodes: it is posted ``inner`` hops ahead. No gradient
         # is handed over that link hop by hop; each node sends its sum home.
-        (neighbour, hop - 1, hop - 1, -1) if hop % inner else (other_node, hop - inner, 0, -1)
+        (neighbour, hop - 1, hop - 1, -1)
+        if hop % inner
+        else (other_node, hop - inner, 0, -1)
         for hop in range(ranks)
     ]
     return _itinerary(ranks, hops[1:])
@@ -180,7 +214,9 @@ def _double_ring(ranks: int, inner: int) -> Itinerary:
 
 def _all_gather(ranks: int) -> Itinerary:
     # Everything is posted at hop 0, and nobody hands anything on: partial gradients go straight to the owner.
-    return _itinerary(ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)])
+    return _itinerary(
+        ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)]
+    )
 
 
 class Heads(NamedTuple):
@@ -202,5 +238,10 @@ def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads
         first = member * num_kv_heads // members
         each = max(1, num_kv_heads // members)
         queries = num_heads // members
-        shares.append(Heads(slice(member * queries, (member + 1) * queries), slice(first, first + each)))
+        shares.append(
+            Heads(
+                slice(member * queries, (member + 1) * queries),
+                slice(first, first + each),
+            )
+        )
     return tuple(shares)

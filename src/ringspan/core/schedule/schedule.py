@@ -42,13 +42,19 @@ class Hop:
     owner: int
     bands: tuple[Tile, ...]
     arrives: Send  # the block, and who sent it
-    sends: tuple[tuple[int, Send], ...]  # what of this block goes out, and for which hop of whoever gets it
-    straight: tuple[Send, ...]  # for each of ``sends`` what goes out of the rank's own block, for the same hop
+    # what of this block goes out, and for which hop of whoever gets it
+    sends: tuple[tuple[int, Send], ...]
+    # for each of ``sends`` what goes out of the rank's own block, for the same hop
+    straight: tuple[Send, ...]
     gradient: Ranges  # held after this hop: the sum over earlier ranks and this one
     gradient_in: Send  # what of it an earlier rank sent here
-    gradient_on: Send  # what of it is sent to a later rank, for its hop ``gradient_next``
+    gradient_on: (
+        Send  # what of it is sent to a later rank, for its hop ``gradient_next``
+    )
     gradient_next: int
-    gradient_to_owner: Ranges  # what of it nobody adds to any more: sent to the owner now
+    gradient_to_owner: (
+        Ranges  # what of it nobody adds to any more: sent to the owner now
+    )
     from_visitor: Send  # of this rank's own gradient, what the rank that holds its block at this hop sends back
 
     @cached_property
@@ -75,14 +81,23 @@ class Schedule:
     tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
     rank_pairs: int  # of a mean rank, about
     passes_queries: bool = False  # blocks are queries, else keys and values
-    gathered: Gathered | None = None  # on the route all-gather: the passes fetch all keys at once, without hops
+    gathered: Gathered | None = (
+        None  # on the route all-gather: the passes fetch all keys at once, without hops
+    )
 
     @property
     def blocks(self) -> int:
         """Blocks of a head group held at once: two gathers, all blocks, or one and the next."""
         if self.gathered is not None:
             return 2 * self.ranks
-        return self.ranks if all(hop.index in {0, *(n for n, _ in self.hops[0].sends)} for hop in self.hops) else 2
+        return (
+            self.ranks
+            if all(
+                hop.index in {0, *(n for n, _ in self.hops[0].sends)}
+                for hop in self.hops
+            )
+            else 2
+        )
 
     @cached_property
     def active(self) -> tuple[Hop, ...]:
@@ -94,9 +109,15 @@ class Schedule:
                     posted |= {hop.index, index}
 
         def is_active(hop: Hop) -> bool:
-            received = hop.arrives, hop.from_visitor, self.hops[hop.gradient_next].gradient_in
+            received = (
+                hop.arrives,
+                hop.from_visitor,
+                self.hops[hop.gradient_next].gradient_in,
+            )
             received = *received, *(self.hops[index].arrives for index, _ in hop.sends)
-            return bool(hop.bands or hop.gradient or any(each.ranges for each in received))
+            return bool(
+                hop.bands or hop.gradient or any(each.ranges for each in received)
+            )
 
         return tuple(hop for hop in self.hops if hop.index in posted or is_active(hop))
 
@@ -112,7 +133,11 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def make_schedule(
-    layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str | Route = "ring"
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    key_layout: Layout | None = None,
+    route: str | Route = "ring",
 ) -> Schedule:
     """Return one rank's schedule; pure, so that every rank knows the others' parts.
 
@@ -130,29 +155,61 @@ def make_schedule(
         )
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     if route.ulysses > 1:
-        raise UnsupportedError(f"{route} has Ulysses groups; plan the route between them on the layout of the groups")
+        raise UnsupportedError(
+            f"{route} has Ulysses groups; plan the route between them on the layout of the groups"
+        )
     blocks, others = (layout, keys) if route.passes_queries else (keys, layout)
     paths = find_paths(layout, keys, mask, route)
     way = paths.itinerary
     owners: list[int] = way.owner[:, rank].tolist()
-    starts, stops = (part.tolist() for part in part_of(way.half, np.array(list(map(blocks.tokens_of, owners)))))
-    held = [_cut(blocks.spans(owner), *part) for owner, *part in zip(owners, starts, stops, strict=True)]
+    starts, stops = (
+        part.tolist()
+        for part in part_of(way.half, np.array(list(map(blocks.tokens_of, owners))))
+    )
+    held = [
+        _cut(blocks.spans(owner), *part)
+        for owner, *part in zip(owners, starts, stops, strict=True)
+    ]
     regions = mask.table(layout.length, keys.length)
-    found = bands_between(others.spans(rank), held, starts, regions, passes_queries=route.passes_queries)
-    hops = tuple(_hop(paths, rank, *each) for each in zip(range(len(found)), owners, found, strict=True))
+    found = bands_between(
+        others.spans(rank), held, starts, regions, passes_queries=route.passes_queries
+    )
+    hops = tuple(
+        _hop(paths, rank, *each)
+        for each in zip(range(len(found)), owners, found, strict=True)
+    )
     gathered = None
     if route.name == "all-gather" and layout.ranks > 1:
-        sends, receives = [send for _, send in hops[0].sends], [(hop.owner, hop.arrives.ranges) for hop in hops[1:]]
+        sends, receives = (
+            [send for _, send in hops[0].sends],
+            [(hop.owner, hop.arrives.ranges) for hop in hops[1:]],
+        )
         gathered = gather(layout, keys, mask, rank, hops[0].bands, sends, receives)
-    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, int(paths.pairs.mean()), route.passes_queries, gathered)
+    return Schedule(
+        rank,
+        layout.ranks,
+        hops,
+        paths.tile_pairs,
+        int(paths.pairs.mean()),
+        route.passes_queries,
+        gathered,
+    )
 
 
-def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]) -> Hop:
+def _hop(
+    paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]
+) -> Hop:
     way = paths.itinerary
     behind, following = int(way.behind[index]), way.following[index]
     held, handed_on = paths.gradients
-    gradient, on = paths.ranges(held, index, owner), paths.ranges(handed_on, following, owner)
-    mine, mine_on = paths.ranges(held, index, rank), paths.ranges(handed_on, following, rank)
+    gradient, on = (
+        paths.ranges(held, index, owner),
+        paths.ranges(handed_on, following, owner),
+    )
+    mine, mine_on = (
+        paths.ranges(held, index, rank),
+        paths.ranges(handed_on, following, rank),
+    )
     return Hop(
         index=index,
         owner=owner,
@@ -162,10 +219,17 @@ def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...
             paths.ranges(paths.carried, index, owner),
         ),
         # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
-        sends=tuple((hop, _sent(paths, hop, owner, is_straight=False)) for hop in way.sent_at[index]),
-        straight=tuple(_sent(paths, hop, rank, is_straight=True) for hop in way.sent_at[index]),
+        sends=tuple(
+            (hop, _sent(paths, hop, owner, is_straight=False))
+            for hop in way.sent_at[index]
+        ),
+        straight=tuple(
+            _sent(paths, hop, rank, is_straight=True) for hop in way.sent_at[index]
+        ),
         gradient=gradient,
-        gradient_in=Send(int(way.visitor[behind, owner]), paths.ranges(handed_on, index, owner)),
+        gradient_in=Send(
+            int(way.visitor[behind, owner]), paths.ranges(handed_on, index, owner)
+        ),
         gradient_on=Send(int(way.visitor[following, owner]), on),
         gradient_next=following,
         gradient_to_owner=minus(gradient, on),
@@ -175,7 +239,10 @@ def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...
 
 def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
     is_sent = paths.straight(hop, owner) == is_straight
-    return Send(int(paths.itinerary.visitor[hop, owner]), paths.ranges(paths.carried, hop, owner) if is_sent else ())
+    return Send(
+        int(paths.itinerary.visitor[hop, owner]),
+        paths.ranges(paths.carried, hop, owner) if is_sent else (),
+    )
 
 
 def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:

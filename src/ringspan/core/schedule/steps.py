@@ -9,7 +9,13 @@ from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.merging import is_full, segments
 from ringspan.core.schedule.schedule import Hop, Schedule
-from ringspan.core.schedule.workspace import Kernel, Shape, Taken, merge_bytes, merge_many_bytes
+from ringspan.core.schedule.workspace import (
+    Kernel,
+    Shape,
+    Taken,
+    merge_bytes,
+    merge_many_bytes,
+)
 
 MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
 
@@ -37,7 +43,11 @@ class Part:
     @property
     def group(self) -> Shape:
         shape = self.shape
-        return replace(shape, heads=shape.heads // self.head_groups, kv_heads=shape.kv_heads // self.head_groups)
+        return replace(
+            shape,
+            heads=shape.heads // self.head_groups,
+            kv_heads=shape.kv_heads // self.head_groups,
+        )
 
 
 class Buffer:
@@ -45,8 +55,15 @@ class Buffer:
 
     __slots__ = "holders", "is_sum", "num_bytes", "ranges"
 
-    def __init__(self, num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> None:
-        self.num_bytes, self.ranges, self.is_sum, self.holders = num_bytes, ranges, is_sum, 1
+    def __init__(
+        self, num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False
+    ) -> None:
+        self.num_bytes, self.ranges, self.is_sum, self.holders = (
+            num_bytes,
+            ranges,
+            is_sum,
+            1,
+        )
 
 
 class Message(NamedTuple):
@@ -162,10 +179,15 @@ class Waiting:
         self._held.append(value)
         return is_full(sum(stop - start for start, stop in self._ends), self.rows)
 
-    def of(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int, int]]:
+    def of(
+        self, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield all parts of some rows, and the number of values that wait for each."""
         for start, stop, numbers in segments(tuple(self._ends), self.rows):
-            start, stop = max(start, first), min(stop, self.rows if last is None else last)
+            start, stop = (
+                max(start, first),
+                min(stop, self.rows if last is None else last),
+            )
             if start < stop:
                 yield start, stop, len(numbers)
 
@@ -197,17 +219,23 @@ class Deferred(Sum):
 
     def finish(self) -> Iterator[Event]:
         for start, stop, partials in self._waiting.of():
-            yield Accumulate(merge_many_bytes(self._shape, stop - start, partials + self._is_folded))
+            yield Accumulate(
+                merge_many_bytes(self._shape, stop - start, partials + self._is_folded)
+            )
         yield from self._waiting.clear()
 
     def running(self) -> Iterator[Event]:
         if not self._is_folded:
             row = self._shape.batch * self._shape.heads * self._shape.sum_itemsize
-            self.buffer = yield from make(row * self._shape.value_dim * self._waiting.rows, is_sum=True)
+            self.buffer = yield from make(
+                row * self._shape.value_dim * self._waiting.rows, is_sum=True
+            )
             self._is_folded = True
         for start, stop, partials in self._waiting.of():
             if partials:
-                yield Accumulate(self.merge(start, stop, is_short=True, partials=partials))
+                yield Accumulate(
+                    self.merge(start, stop, is_short=True, partials=partials)
+                )
         yield from self._waiting.clear()
 
 
@@ -218,7 +246,9 @@ class DeferredSum:
         self._token, self._waiting = token, Waiting(rows)
         self._buffer: Buffer | None = None
 
-    def add(self, start: int, stop: int, value: Buffer, *, is_short: bool) -> Iterator[Event]:
+    def add(
+        self, start: int, stop: int, value: Buffer, *, is_short: bool
+    ) -> Iterator[Event]:
         """Add a value, which waits if it is short."""
         if not is_short or self._waiting.add(start, stop, value):
             yield from self.running()
@@ -263,7 +293,14 @@ def held(coming: list[Coming]) -> list[Buffer]:
     return arrivals
 
 
-def pack(whole: Buffer, ranges: Ranges, token: int, factors: int = 0, *, can_hand_on: bool = True) -> Steps[Buffer]:
+def pack(
+    whole: Buffer,
+    ranges: Ranges,
+    token: int,
+    factors: int = 0,
+    *,
+    can_hand_on: bool = True,
+) -> Steps[Buffer]:
     if can_hand_on and ranges == whole.ranges:
         whole.holders += 1
         return whole

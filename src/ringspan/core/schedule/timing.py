@@ -16,7 +16,9 @@ from ringspan.core.schedule.steps import Compute, Event, Part, Post, Wait
 from ringspan.core.schedule.workspace import Shape, head_groups
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
-BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
+BACKWARD_PRODUCTS: Final = (
+    5  # scores again, and the gradients of weights, queries, keys and values
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,18 @@ def forward_pass(
     comm_dtype: str = "exact",
 ) -> Pass:  # fmt: skip
     """Return the slowest rank's forward pass, see ``passes``."""
-    return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False, comm_dtype=comm_dtype))
+    return slowest(
+        passes(
+            layout,
+            mask,
+            route,
+            shape,
+            speeds,
+            keys,
+            is_backward=False,
+            comm_dtype=comm_dtype,
+        )
+    )
 
 
 def slowest(each: Iterable[Pass]) -> Pass:
@@ -68,14 +81,24 @@ def passes(
     route = route.backward if is_backward else route
     traded = Pass(0, 0, 0, 0)
     if route.ulysses > 1:
-        traded = one_after_the_other(*trade(layout, keys, shape, route.ulysses, speeds, is_backward=is_backward))
+        traded = one_after_the_other(
+            *trade(layout, keys, shape, route.ulysses, speeds, is_backward=is_backward)
+        )
         shape = shape.of(member_heads(shape.heads, shape.kv_heads, route.ulysses)[0])
-        layout, keys = (_without_members(each.grouped(route.ulysses)) for each in (layout, keys))
+        layout, keys = (
+            _without_members(each.grouped(route.ulysses)) for each in (layout, keys)
+        )
         # Members of one place in their groups are as far apart as the groups.
-        speeds = replace(speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses))
+        speeds = replace(
+            speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses)
+        )
     between = replace(route, ulysses=1)
-    ranks = _slow_ranks(layout, keys, mask, between, shape, speeds, is_backward=is_backward)
-    schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
+    ranks = _slow_ranks(
+        layout, keys, mask, between, shape, speeds, is_backward=is_backward
+    )
+    schedules = {
+        rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks
+    }
     alone = {
         rank: one_after_the_other(_walk(part, speeds, is_backward=is_backward), traded)
         for rank, schedule in schedules.items()
@@ -84,7 +107,9 @@ def passes(
     return tuple(map(alone.__getitem__, ranks))
 
 
-def _part(schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds, comm_dtype: str) -> Part:
+def _part(
+    schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds, comm_dtype: str
+) -> Part:
     """Return a rank's part: all gathers but the first travel meanwhile."""
     groups = 1
     if schedule.gathered:
@@ -96,22 +121,41 @@ def _part(schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds, comm_dt
             on_cpu=speeds.on_cpu,
             blocks=schedule.blocks,
             rank_pairs=schedule.rank_pairs,
-            key_bytes=shape.batch * shape.kv_heads * shape.head_dim * shape.itemsize * tokens,
+            key_bytes=shape.batch
+            * shape.kv_heads
+            * shape.head_dim
+            * shape.itemsize
+            * tokens,
         )
     return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
 
 
 def _slow_ranks(
-    layout: Layout, keys: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
+    layout: Layout,
+    keys: Layout,
+    mask: Mask,
+    route: Route,
+    shape: Shape,
+    speeds: Speeds,
+    *,
+    is_backward: bool,
 ) -> tuple[int, ...]:
     """Return the first, last and last node's first rank, and those with most work, arrivals, or both."""
     found = loads(layout, mask, keys, route)
     token = shape.kv_numbers * shape.itemsize
     arrivals = [(found.blocks, shape.query_bytes if route.passes_queries else token)]
     if route.passes_queries:
-        arrivals.append((found.returned, shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)))
+        arrivals.append(
+            (
+                found.returned,
+                shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1),
+            )
+        )
     elif is_backward:
-        arrivals += [(of, shape.kv_numbers * shape.sum_itemsize) for of in (found.gradients, found.returned)]
+        arrivals += [
+            (of, shape.kv_numbers * shape.sum_itemsize)
+            for of in (found.gradients, found.returned)
+        ]
     everyone, last = np.arange(layout.ranks), layout.ranks - 1
     inside, outside = np.zeros((2, layout.ranks))
     for (peers, tokens), num_bytes in arrivals:
@@ -119,7 +163,10 @@ def _slow_ranks(
         inside += (tokens * is_inside).sum(0) * num_bytes / speeds.intra_node_bytes
         outside += (tokens * ~is_inside).sum(0) * num_bytes / speeds.inter_node_bytes
     computing = found.pairs * pair_flops(shape, is_backward=is_backward) / speeds.flops
-    most = (int(of.argmax()) for of in (computing, inside, outside, computing + inside + outside))
+    most = (
+        int(of.argmax())
+        for of in (computing, inside, outside, computing + inside + outside)
+    )
     return 0, last // speeds.ranks_per_node * speeds.ranks_per_node, last, *most
 
 
@@ -130,12 +177,20 @@ def _without_members(layout: Layout) -> Layout:
 
 
 def trade(
-    layout: Layout, keys: Layout, shape: Shape, members: int, speeds: Speeds, *, is_backward: bool = False
+    layout: Layout,
+    keys: Layout,
+    shape: Shape,
+    members: int,
+    speeds: Speeds,
+    *,
+    is_backward: bool = False,
 ) -> tuple[Pass, Pass]:
     """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them."""
     shares = member_heads(shape.heads, shape.kv_heads, members)
     is_shared = members > 1 and shares[0].keys == shares[1].keys
-    there, back = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
+    there, back = _traded_bytes(
+        layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared
+    )
     peers = layout.grouped(members).group_ranks(0)[1:]
     return _all_to_all(peers, there, speeds), _all_to_all(peers, back, speeds)
 
@@ -147,18 +202,27 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
     return Pass(max(links.free.values()), 0.0, links.bytes[True], links.bytes[False])
 
 
-def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
+def _traded_bytes(
+    layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool
+) -> tuple[int, int]:
     """Return bytes between two Ulysses members; unsummed gradients of shared keys are sent in float32."""
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
     keys_and_values = mine.kv_numbers * mine.itemsize
     if not is_backward:
-        there = layout.tokens_per_rank * mine.query_bytes + keys.tokens_per_rank * keys_and_values
+        there = (
+            layout.tokens_per_rank * mine.query_bytes
+            + keys.tokens_per_rank * keys_and_values
+        )
         return there, layout.tokens_per_rank * result
-    queries = mine.query_bytes + rows * mine.value_dim * mine.itemsize + result  # q, dout
+    # q, dout
+    queries = mine.query_bytes + rows * mine.value_dim * mine.itemsize + result
     gradients = mine.kv_numbers * (mine.sum_itemsize if is_shared else mine.itemsize)
     there = layout.tokens_per_rank * queries + keys.tokens_per_rank * keys_and_values
-    return there, layout.tokens_per_rank * mine.query_bytes + keys.tokens_per_rank * gradients
+    return (
+        there,
+        layout.tokens_per_rank * mine.query_bytes + keys.tokens_per_rank * gradients,
+    )
 
 
 class Stretch(NamedTuple):
@@ -169,8 +233,14 @@ class Stretch(NamedTuple):
     stop: float
 
 
-def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
-    return tuple(_of_part(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
+def timeline(
+    part: Part, speeds: Speeds, *, is_backward: bool = False
+) -> tuple[Stretch, ...]:
+    return tuple(
+        _of_part(
+            part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward
+        )
+    )
 
 
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
@@ -180,23 +250,31 @@ def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
     now = 0.0
     for stretch in _of_part(part, speeds, links, is_backward=is_backward):
         now = stretch.stop
-    return Pass(now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
+    return Pass(
+        now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False]
+    )
 
 
 def stretched(events: Iterable[Event], pair: float, rank: int, speeds: Speeds) -> Pass:
     """Return a rank's pass of these events, if a pair of a query and a key takes ``pair`` seconds."""
     links = _Links(rank, speeds)
     stretches = [*_stretches(events, pair, links)]
-    computing = sum(each.stop - each.start for each in stretches if isinstance(each.event, Compute))
+    computing = sum(
+        each.stop - each.start for each in stretches if isinstance(each.event, Compute)
+    )
     return Pass(stretches[-1].stop, computing, links.bytes[True], links.bytes[False])
 
 
-def _of_part(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool) -> Iterator[Stretch]:
+def _of_part(
+    part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool
+) -> Iterator[Stretch]:
     pair = pair_flops(part.group, is_backward=is_backward) / speeds.flops
     return _stretches((backward if is_backward else forward)(part), pair, links)
 
 
-def _stretches(events: Iterable[Event], pair: float, links: "_Links") -> Iterator[Stretch]:
+def _stretches(
+    events: Iterable[Event], pair: float, links: "_Links"
+) -> Iterator[Stretch]:
     arrived: dict[int, float] = {}
     now = 0.0
     for event in events:
@@ -204,7 +282,10 @@ def _stretches(events: Iterable[Event], pair: float, links: "_Links") -> Iterato
             start, now = now, now + event.hop.num_pairs * pair
             yield Stretch(event, start, now)
         elif isinstance(event, Post):
-            each = [links.bring(peer, buffer.num_bytes, now) for peer, buffer in event.receives]
+            each = [
+                links.bring(peer, buffer.num_bytes, now)
+                for peer, buffer in event.receives
+            ]
             arrived[event.number] = max([arrived.get(event.number, now), *each])
         elif isinstance(event, Wait):
             start, now = now, max(now, arrived[event.number])
@@ -217,8 +298,18 @@ def pair_flops(shape: Shape, *, is_backward: bool) -> float:
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 
 
-def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, shape: Shape, ranks: Iterable[int]) -> int:
-    passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
+def sent_bytes(
+    layout: Layout,
+    keys: Layout,
+    mask: Mask,
+    route: str | Route,
+    shape: Shape,
+    ranks: Iterable[int],
+) -> int:
+    passes = (
+        forward(Part(make_schedule(layout, mask, rank, keys, route), shape))
+        for rank in ranks
+    )
     posts = (event for each in passes for event in each if isinstance(event, Post))
     return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
 
@@ -234,7 +325,9 @@ class _Links:
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:
         """Return when bytes asked for now arrive; the link is busy until then."""
         inside = self._speeds.same_node(self._rank, peer)
-        bandwidth = self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
+        bandwidth = (
+            self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
+        )
         self.bytes[inside] += num_bytes
         self.free[inside] = max(self.free[inside], asked) + num_bytes / bandwidth
         return self.free[inside]

@@ -32,7 +32,8 @@ from ringspan.core.schedule.workspace import sent_itemsize
 
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
-_SCALED: Final = frozenset({"float8", "int8"})  # a byte a number, and a factor for the keys and the values of each head
+# a byte a number, and a factor for the keys and the values of each head
+_SCALED: Final = frozenset({"float8", "int8"})
 
 
 class Walk:
@@ -42,14 +43,21 @@ class Walk:
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
         self.first_message = MESSAGES_PER_HOP * number * len(self.hops)
         shape, queries = self.shape, part.schedule.passes_queries
-        self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))  # lies in the inputs
+        # lies in the inputs
+        self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))
         self.numbers = shape.query_numbers if queries else shape.kv_numbers
         self.is_scaled = part.comm_dtype in _SCALED
-        self.is_converted = self.is_scaled or (part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16)
-        self.factors = 2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
+        self.is_converted = self.is_scaled or (
+            part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16
+        )
+        self.factors = (
+            2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
+        )
         self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
         self.under_way: dict[int, Coming] = {}  # blocks, by their hop
-        self.returning: list[Coming] = []  # what other ranks made of this rank's own block
+        self.returning: list[
+            Coming
+        ] = []  # what other ranks made of this rank's own block
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
@@ -63,14 +71,26 @@ class Walk:
             block = yield from self._arrive(hop)
             total, is_sent = local, part.schedule.passes_queries and hop.index > 0
             if is_sent:
-                total = Sum(shape, (yield from make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
+                total = Sum(
+                    shape,
+                    (
+                        yield from make(
+                            partial * size(hop.gradient_to_owner), hop.gradient_to_owner
+                        )
+                    ),
+                )
             yield from self._compute(hop, block, total)
             if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.buffer)]
-                coming = yield from self.post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
+                coming = yield from self.post(
+                    MESSAGES_PER_HOP * hop.index + 1,
+                    sends,
+                    [(hop.from_visitor, partial)],
+                )
                 yield from drop(*arrived)
                 arrived = held(coming)
-                yield from self._collect(local)  # of the hop before: no more than two wait
+                # of the hop before: no more than two wait
+                yield from self._collect(local)
                 self.returning += coming
             yield from drop(*([total.buffer] if is_sent else []), block)
         yield from self._collect(local)
@@ -81,11 +101,19 @@ class Walk:
         """Run backward; ``unfinished``, the group before, finishes after the first hop."""
         shape, part = self.shape, self.part
         token, sent_token = self.gradient_token
-        queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
-        keys = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
+        queries = (
+            0
+            if shape.itemsize == shape.sum_itemsize
+            else shape.query_numbers * shape.sum_itemsize
+        )
+        keys = (
+            0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
+        )
         of_queries = yield from make(queries * part.tokens, is_sum=True)
         self.sums = yield from make(keys * part.key_tokens, is_sum=True)
-        behind: dict[int, Coming] = {}  # by hop, the sum over the earlier ranks of its block
+        behind: dict[
+            int, Coming
+        ] = {}  # by hop, the sum over the earlier ranks of its block
         arrived: list[Buffer] = []
         block = self.own
         for hop in self.part.schedule.active:
@@ -98,17 +126,25 @@ class Walk:
             if hop.index in behind:
                 yield from self._add(behind.pop(hop.index))
             sends: list[tuple[int, Buffer]] = []
-            for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner)):
+            for peer, ranges in (
+                hop.gradient_on,
+                Send(hop.owner, hop.gradient_to_owner),
+            ):
                 if ranges:
                     packed = yield from pack(total, ranges, token)
                     sends.append((peer, packed))
                     if sent_token != token:
-                        sends[-1] = peer, (yield from make(sent_token * size(ranges), ranges))
+                        sends[-1] = (
+                            peer,
+                            (yield from make(sent_token * size(ranges), ranges)),
+                        )
                         yield from drop(packed)
             next_in = self.hops[hop.gradient_next].gradient_in
             if sends or next_in.ranges or hop.from_visitor.ranges:
                 receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
-                coming, from_visitor = yield from self.post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
+                coming, from_visitor = yield from self.post(
+                    MESSAGES_PER_HOP * hop.index + 1, sends, receives
+                )
                 yield from drop(*arrived)
                 arrived = held([coming])
                 if hop.gradient_next:
@@ -125,7 +161,12 @@ class Walk:
     def gradient_token(self) -> tuple[int, int]:
         """Bytes of a token's dk and dv, as summed and as sent."""
         token = self.shape.kv_numbers * self.shape.sum_itemsize
-        return token, self.shape.kv_numbers * _BFLOAT16 if self.part.gradient_comm_dtype == "bfloat16" else token
+        return (
+            token,
+            self.shape.kv_numbers * _BFLOAT16
+            if self.part.gradient_comm_dtype == "bfloat16"
+            else token,
+        )
 
     def total(self) -> Sum:
         if self.shape.itemsize == self.shape.sum_itemsize:
@@ -148,30 +189,57 @@ class Walk:
             if self.is_converted and any(send.ranges for _, send in hop.sends):
                 coded = yield from self.encode()
         is_straight = any(send.ranges for send in hop.straight)
-        mine = (yield from self.encode()) if is_straight and self.is_converted else self.own
+        mine = (
+            (yield from self.encode())
+            if is_straight and self.is_converted
+            else self.own
+        )
         packed: dict[Ranges, Buffer] = {}
-        for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
+        for (index, (peer, ranges)), straight in zip(
+            hop.sends, hop.straight, strict=True
+        ):
             arriving = self.hops[index].arrives
             if not (ranges or straight.ranges or arriving.ranges):
                 continue
             if ranges and ranges not in packed:
                 packed[ranges] = yield from self.pack(coded, ranges)
             sends = [(peer, packed[ranges])] if ranges else []
-            own = [(straight.peer, (yield from self.pack(mine, straight.ranges)))] if straight.ranges else []
+            own = (
+                [(straight.peer, (yield from self.pack(mine, straight.ranges)))]
+                if straight.ranges
+                else []
+            )
             sends, receives = [*sends, *own], [(arriving, self.sent_token)]
-            (self.under_way[index],) = yield from self.post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
+            (self.under_way[index],) = yield from self.post(
+                MESSAGES_PER_HOP * index, sends, receives, self.factors
+            )
             yield from drop(*(buffer for _, buffer in own))
         yield from drop(coded, mine, *packed.values())
         return block
 
     def pack(self, whole: Buffer, ranges: Ranges) -> Steps[Buffer]:
-        return pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
+        return pack(
+            whole,
+            ranges,
+            self.sent_token,
+            self.factors,
+            can_hand_on=whole is not self.own,
+        )
 
     def encode(self) -> Steps[Buffer]:
-        coded = yield from make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
+        coded = yield from make(
+            self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges
+        )
         if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
-            number, copies = max(self.parts(size(self.own.ranges))), 2 if self.shape.itemsize != _FLOAT32 else 1
-            yield Convert(_FLOAT32 * (copies * number + self.shape.batch * self.shape.kv_heads) if number else 0)
+            number, copies = (
+                max(self.parts(size(self.own.ranges))),
+                2 if self.shape.itemsize != _FLOAT32 else 1,
+            )
+            yield Convert(
+                _FLOAT32 * (copies * number + self.shape.batch * self.shape.kv_heads)
+                if number
+                else 0
+            )
         return coded
 
     def decode(self, coded: Buffer) -> Steps[Buffer]:
@@ -179,10 +247,13 @@ class Walk:
         if not self.is_converted:
             coded.holders += 1
             return coded
+        # keys, then values: float32, times their factor, in the dtype of the inputs
         itemsize, number = self.shape.itemsize, size(coded.ranges)
-        if self.is_scaled:  # keys, then values: float32, times their factor, in the dtype of the inputs
+        if self.is_scaled:
             keys, values = self.parts(number)
-            copies = _FLOAT32 + (_FLOAT32 if itemsize == _FLOAT32 else max(_FLOAT32, itemsize))
+            copies = _FLOAT32 + (
+                _FLOAT32 if itemsize == _FLOAT32 else max(_FLOAT32, itemsize)
+            )
             yield Convert(max(copies * keys, itemsize * keys + copies * values))
         return (yield from make(itemsize * self.numbers * number, coded.ranges))
 
@@ -191,15 +262,31 @@ class Walk:
         return heads * self.shape.head_dim, heads * self.shape.value_dim
 
     def post(
-        self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
+        self,
+        message: int,
+        sends: list[tuple[int, Buffer]],
+        receives: list[tuple[Send, int]],
+        extra: int = 0,
     ) -> Steps[list[Coming]]:
         """Start a transfer without empty messages. ``receives`` has tokens and the bytes of each."""
         arrivals: list[Buffer | None] = []
         for (_, ranges), token in receives:
-            arrivals.append((yield from make(token * size(ranges) + extra, ranges)) if ranges else None)
+            arrivals.append(
+                (yield from make(token * size(ranges) + extra, ranges))
+                if ranges
+                else None
+            )
         sent = tuple(Message(peer, buffer) for peer, buffer in sends if buffer.ranges)
-        received = tuple(Message(one.peer, x) for (one, _), x in zip(receives, arrivals, strict=True) if x)
-        transfer = Transfer(self.first_message + message, [message.buffer for message in sent], not sent + received)
+        received = tuple(
+            Message(one.peer, x)
+            for (one, _), x in zip(receives, arrivals, strict=True)
+            if x
+        )
+        transfer = Transfer(
+            self.first_message + message,
+            [message.buffer for message in sent],
+            not sent + received,
+        )
         for buffer in transfer.sends:
             buffer.holders += 1
         if sent or received:
@@ -230,12 +317,16 @@ class Walk:
         if self.part.kernel is None:
             return iter(())
         queries = self.part.schedule.passes_queries
-        return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
+        return within_ranges(
+            self.part.kernel.launches, hop.bands, *packed, passes_queries=queries
+        )
 
     def _compute(self, hop: Hop, block: Buffer, total: Sum) -> Iterator[Event]:
         return self.run(hop, self._launches(hop, block.ranges), total)
 
-    def run(self, work: Hop | Stage, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
+    def run(
+        self, work: Hop | Stage, launches: Iterable[KernelLaunch], total: Sum
+    ) -> Iterator[Event]:
         yield Compute(work, 0)
         if self.part.kernel is None and work.bands:
             yield from total.running()
@@ -244,5 +335,12 @@ class Walk:
             yield from total.run(launch, self.part.kernel.forward_bytes(launch))
 
     def _backward_bytes(self, hop: Hop, block: Buffer, total: Buffer) -> int:
-        kernel, launches = self.part.kernel, self._launches(hop, block.ranges, total.ranges)
-        return max((kernel.backward_bytes(launch).most for launch in launches), default=0) if kernel else 0
+        kernel, launches = (
+            self.part.kernel,
+            self._launches(hop, block.ranges, total.ranges),
+        )
+        return (
+            max((kernel.backward_bytes(launch).most for launch in launches), default=0)
+            if kernel
+            else 0
+        )

@@ -20,7 +20,8 @@ WORTH_A_CALL_ON_CPU: Final = 1 << 20
 # Pairs of all of a rank's gathered keys: a group's messages and launches take an accelerator's host about a
 # millisecond forward (benchmarks/results, gpu-*.json), in which it computes as many.
 WORTH_A_GATHER: Final = 3 << 29
-FREE_KEY_BYTES: Final = 1 << 29  # of gathered keys, and as many values: little beside an accelerator's memory
+# of gathered keys, and as many values: little beside an accelerator's memory
+FREE_KEY_BYTES: Final = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,24 @@ class Shape:
     @property
     def kv_numbers(self) -> int:
         """Numbers of a token that travel."""
-        return self.batch * (self.latent_dim or self.kv_heads * (self.head_dim + self.value_dim))
+        return self.batch * (
+            self.latent_dim or self.kv_heads * (self.head_dim + self.value_dim)
+        )
 
     def of(self, heads: Heads) -> "Shape":
         return replace(
-            self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
+            self,
+            heads=heads.queries.stop - heads.queries.start,
+            kv_heads=heads.keys.stop - heads.keys.start,
         )
 
 
 def _fewest_groups(num_kv_heads: int, blocks: int, free_blocks: float) -> int:
     """Return the fewest head groups with ``blocks`` blocks of one at most two of all heads, or ``free_blocks``."""
     divisors = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
-    return next((n for n in divisors if blocks <= max(2, free_blocks) * n), num_kv_heads)
+    return next(
+        (n for n in divisors if blocks <= max(2, free_blocks) * n), num_kv_heads
+    )
 
 
 def head_groups(
@@ -79,14 +86,17 @@ def head_groups(
     """
     if ranks == 1:
         return 1
+    # a gathered pass, which computes all of the rank's pairs in a call
     worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
-    if blocks > ranks and not on_cpu:  # a gathered pass, which computes all of the rank's pairs in a call
+    if blocks > ranks and not on_cpu:
         worth, tile_pairs = WORTH_A_GATHER, rank_pairs
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     fitting = (
         n
         for n in reversed(divisors)
-        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
+        if n <= MOST_HEAD_GROUPS
+        and num_heads // n >= at_once
+        and num_heads // n * tile_pairs >= worth
     )
     free = 0 if on_cpu or not key_bytes else FREE_KEY_BYTES / key_bytes
     return max(_fewest_groups(num_kv_heads, blocks, free), next(fitting, 1))
@@ -107,7 +117,12 @@ class Gradients(NamedTuple):
     """Bytes that a launch of a backward pass takes."""
 
     most: int
-    values: tuple[int, int, int] = (0, 0, 0)  # the dq, dk and dv that it returns; 0 if it adds up in place
+    # the dq, dk and dv that it returns; 0 if it adds up in place
+    values: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )
     is_short: bool = False  # True if these have fewer bits than sums have
 
 
@@ -143,7 +158,9 @@ class Returning:
         row, key = shape.query_bytes, shape.batch * shape.kv_heads * shape.itemsize
         key *= launch.num_keys
         sizes = row * launch.num_rows, key * shape.head_dim, key * shape.value_dim
-        return Gradients(sum(sizes), sizes, is_short=shape.itemsize < shape.sum_itemsize)
+        return Gradients(
+            sum(sizes), sizes, is_short=shape.itemsize < shape.sum_itemsize
+        )
 
 
 def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:

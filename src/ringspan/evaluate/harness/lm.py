@@ -10,7 +10,12 @@ import torch.distributed as dist
 from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
-from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    Collator,
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -59,17 +64,28 @@ class RingLM(TemplateLM):
     """
 
     def __init__(
-        self, model: RingGenerator, tokenizer: Any, *, max_length: int | None = None,
-        on_request: Callable[[str | None], None] = lambda what: None, answers: str | Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: RingGenerator,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        on_request: Callable[[str | None], None] = lambda what: None,
+        answers: str | Path | None = None,
+    ) -> None:
         super().__init__()  # as rank 0 of 1, by which lm-eval divides requests: all ranks are one model
         if not hasattr(model, "new_cache"):
-            raise UnsupportedError(f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}")
+            raise UnsupportedError(
+                f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}"
+            )
         if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length {max_length}: should be at least 1, or None for the positions of the config")
+            raise ConfigError(
+                f"max_length {max_length}: should be at least 1, or None for the positions of the config"
+            )
         self.model, self.tokenizer = model.eval(), tokenizer
         if self.prefix_token_id is None:
-            raise ConfigError("the tokenizer has neither eos_token nor bos_token, after which a text begins; set one")
+            raise ConfigError(
+                "the tokenizer has neither eos_token nor bos_token, after which a text begins; set one"
+            )
         config = text_config(model.config)
         self.max_length = max_length or num_trained_positions(config) or _NO_LIMIT
         self._keeps_context = not rotates_by_length(config)
@@ -101,15 +117,23 @@ class RingLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
         """Tokenize a text; add special tokens by default, unless it begins with one."""
         begin = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        options = (
+            {}
+            if add_special_tokens is None
+            else {"add_special_tokens": add_special_tokens}
+        )
         return list(self.tokenizer.encode(string, **options))
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Format a conversation by the template; without the system's part if it takes none."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options["continue_final_message"] = not add_generation_prompt
@@ -120,7 +144,9 @@ class RingLM(TemplateLM):
         try:
             return self.tokenizer.apply_chat_template(rest, **options)
         except TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat template refuses a conversation: {one_line(error)}") from error
+            raise ConfigError(
+                f"the tokenizer's chat template refuses a conversation: {one_line(error)}"
+            ) from error
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Set lm-eval's own cache of answers, ``use_cache``."""
@@ -131,17 +157,26 @@ class RingLM(TemplateLM):
             )
         super().set_cache_hook(cache_hook)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """Return, per continuation after its context, the log-probability and True if it is the likeliest."""
         every: list[Any] = [request.args for request in requests]
         for asked in every:
             if not asked[1]:
                 raise _not_scored(asked)
         scored = super().loglikelihood
-        return self._continued("loglikelihood", requests, lambda missing: scored(missing, disable_tqdm=disable_tqdm))
+        return self._continued(
+            "loglikelihood",
+            requests,
+            lambda missing: scored(missing, disable_tqdm=disable_tqdm),
+        )
 
     def _continued(
-        self, method: str, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]
+        self,
+        method: str,
+        requests: list[Instance],
+        answer: Callable[[list[Instance]], list[Any]],
     ) -> list[Any]:
         if self._answers is None:
             return answer(requests)
@@ -158,15 +193,24 @@ class RingLM(TemplateLM):
             self._answers.add(method, asked, answer)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        **kwargs: object,
     ) -> list[tuple[float, bool]]:
         for asked, context, continuation in requests:
             if not (context and continuation):
                 raise _not_scored(asked)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda at: self._turn(*requests[at][1:]))
+        order = sorted(
+            range(len(requests)), key=lambda at: self._turn(*requests[at][1:])
+        )
         try:
-            for at in self._each(order, "Reading requests", "reading a request", is_silent=kwargs.get("disable_tqdm")):
+            for at in self._each(
+                order,
+                "Reading requests",
+                "reading a request",
+                is_silent=kwargs.get("disable_tqdm"),
+            ):
                 asked, context, continuation = requests[at]
                 found[at] = self._scored(context, continuation)
                 self._keep("loglikelihood", asked, found[at])
@@ -176,11 +220,19 @@ class RingLM(TemplateLM):
 
     def _turn(self, context: list[int], continuation: list[int]) -> Any:
         """Return the sort key: shared contexts together; else lm-eval's order, on which dynamic frequencies depend."""
-        return context if self._keeps_context else _longest_first(context + continuation)
+        return (
+            context if self._keeps_context else _longest_first(context + continuation)
+        )
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Return each text's log-probability, in windows of all positions if it is longer."""
-        return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, disable_tqdm))
+        return self._continued(
+            "loglikelihood_rolling",
+            requests,
+            lambda missing: self._rolled(missing, disable_tqdm),
+        )
 
     def _rolled(self, requests: list[Instance], is_silent: bool) -> list[float]:
         texts = [str(request.args[0]) for request in requests]
@@ -196,17 +248,27 @@ class RingLM(TemplateLM):
         ]
         windows.sort(key=lambda window: _longest_first(window[1] + window[2]))
         found, left = [0.0] * len(texts), Counter(window[0] for window in windows)
-        for at, context, continuation in self._each(windows, "Scoring texts", "scoring a text", is_silent=is_silent):
+        for at, context, continuation in self._each(
+            windows, "Scoring texts", "scoring a text", is_silent=is_silent
+        ):
             found[at] += self._logprob(context, continuation)
             left[at] -= 1
             if not left[at]:
                 self._keep("loglikelihood_rolling", (texts[at],), found[at])
         return found
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
         if self.eot_token_id is None:
-            raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
-        return self._continued("generate_until", requests, lambda missing: self._generated(missing, disable_tqdm))
+            raise ConfigError(
+                "the tokenizer has no eos_token, at which lm-eval's answers end; set one"
+            )
+        return self._continued(
+            "generate_until",
+            requests,
+            lambda missing: self._generated(missing, disable_tqdm),
+        )
 
     def _generated(self, requests: list[Instance], is_silent: bool) -> list[str]:
         # In the order of lm-eval's own model: what is drawn depends on what was drawn before.
@@ -219,7 +281,13 @@ class RingLM(TemplateLM):
         )
         found = []
         batches = ordered.get_batched(n=1)
-        for batch in self._each(batches, "Writing answers", "writing an answer", len(requests), is_silent=is_silent):
+        for batch in self._each(
+            batches,
+            "Writing answers",
+            "writing an answer",
+            len(requests),
+            is_silent=is_silent,
+        ):
             ((context, given),) = batch
             found.append(self._written(context, given))
             self._keep("generate_until", (context, given), found[-1])
@@ -231,7 +299,10 @@ class RingLM(TemplateLM):
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
         ids, new = self.tok_encode(context), options.pop("max_gen_toks")
         length = options.pop("max_length", len(ids) + new)  # of context and answer
-        self._check(length, f"a context of {len(ids):,} tokens and {length - len(ids):,} new ones")
+        self._check(
+            length,
+            f"a context of {len(ids):,} tokens and {length - len(ids):,} new ones",
+        )
         _check_generation(options, length - len(ids))
         if not options["do_sample"]:
             options.pop("temperature", None)
@@ -239,19 +310,36 @@ class RingLM(TemplateLM):
         whole = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=length - len(ids),  # a max_new_tokens of the model's own would win over max_length
+            max_new_tokens=length
+            - len(ids),  # a max_new_tokens of the model's own would win over max_length
             # Not transformers' stop_strings, which may begin in the context.
-            stopping_criteria=[stop_sequences_criteria(self.tokenizer, until, len(ids), 1)],
-            pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
+            stopping_criteria=[
+                stop_sequences_criteria(self.tokenizer, until, len(ids), 1)
+            ],
+            pad_token_id=self.eot_token_id
+            if self.tokenizer.pad_token_id is None
+            else self.tokenizer.pad_token_id,
             **options,
         )
-        said = self.tokenizer.decode(whole[0, len(ids) :].tolist(), skip_special_tokens=True)
-        return postprocess_generated_text(generation=said, stop=until, think_end_token=None)
+        said = self.tokenizer.decode(
+            whole[0, len(ids) :].tolist(), skip_special_tokens=True
+        )
+        return postprocess_generated_text(
+            generation=said, stop=until, think_end_token=None
+        )
 
     def _each(
-        self, items: Iterable[Any], title: str, doing: str, total: int | None = None, *, is_silent: object
+        self,
+        items: Iterable[Any],
+        title: str,
+        doing: str,
+        total: int | None = None,
+        *,
+        is_silent: object,
     ) -> Iterator[Any]:
-        for item in tqdm(items, title, total, disable=bool(is_silent) or dist.get_rank() > 0):
+        for item in tqdm(
+            items, title, total, disable=bool(is_silent) or dist.get_rank() > 0
+        ):
             self._on_request(doing)
             yield item
         self._on_request(None)
@@ -266,7 +354,9 @@ class RingLM(TemplateLM):
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], device=self.model.device)
 
-    def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    def _scored(
+        self, context: list[int], continuation: list[int]
+    ) -> tuple[float, bool]:
         logits = self._logits((context + continuation)[:-1], len(continuation))
         targets = torch.tensor(continuation, device=logits.device)
         logprobs = torch.log_softmax(logits.float(), -1)
@@ -281,12 +371,17 @@ class RingLM(TemplateLM):
             kept = _common(self._cache.ids[0].tolist(), ids[: len(ids) - count])
             try:
                 self._cache.crop(kept - self._cache.get_seq_length())
-            except UnsupportedError:  # a window has dropped what the new text still sees
+            # a window has dropped what the new text still sees
+            except UnsupportedError:
                 kept = 0
         if not kept:
             self._cache = self.model.new_cache()
         with torch.no_grad():
-            out = self.model(self._tensor(ids[kept:]), past_key_values=self._cache, logits_to_keep=count)
+            out = self.model(
+                self._tensor(ids[kept:]),
+                past_key_values=self._cache,
+                logits_to_keep=count,
+            )
         return out.logits[0, -count:]
 
     def _logprob(self, context: list[int], continuation: list[int]) -> float:
@@ -294,15 +389,24 @@ class RingLM(TemplateLM):
         ids = context + continuation
         if len(ids) == 1:
             return 0.0
-        batch = {"input_ids": self._tensor(ids[:-1]), "shift_labels": self._tensor(ids[1:])}
+        batch = {
+            "input_ids": self._tensor(ids[:-1]),
+            "shift_labels": self._tensor(ids[1:]),
+        }
         batch["shift_labels"][:, : len(ids) - 1 - len(continuation)] = -100
         with torch.no_grad():
-            return float(token_logprobs(self.model, shard_batch(batch, self.model.ring_mesh)).double().sum())
+            return float(
+                token_logprobs(self.model, shard_batch(batch, self.model.ring_mesh))
+                .double()
+                .sum()
+            )
 
 
 def _common(before: list[int], now: list[int]) -> int:
     pairs = enumerate(zip(before, now, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(before), len(now)))
+    return next(
+        (at for at, (one, other) in pairs if one != other), min(len(before), len(now))
+    )
 
 
 def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
@@ -319,12 +423,19 @@ def _not_scored(asked: Sequence[str]) -> ConfigError:
 def _check_generation(options: dict[str, Any], new: int) -> None:
     """Raise ConfigError for generation settings that lm-eval's own model refuses, or without room for an answer."""
     for name, remedy in _NOT_TAKEN.items():
-        if options.get(name) is not None and (name, options[name]) != ("num_return_sequences", 1):
-            raise ConfigError(f"generation_kwargs: {name}={options[name]!r} is not taken: {remedy}")
+        if options.get(name) is not None and (name, options[name]) != (
+            "num_return_sequences",
+            1,
+        ):
+            raise ConfigError(
+                f"generation_kwargs: {name}={options[name]!r} is not taken: {remedy}"
+            )
         options.pop(name, None)
     if new < 1:
         raise ConfigError(
             f"generation_kwargs: {new} new tokens; raise max_gen_toks, or max_length, which has the context"
         )
     if options["do_sample"] and not options.get("temperature"):
-        raise ConfigError("generation_kwargs: do_sample=True needs a temperature above 0")
+        raise ConfigError(
+            "generation_kwargs: do_sample=True needs a temperature above 0"
+        )

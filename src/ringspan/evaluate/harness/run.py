@@ -40,18 +40,30 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
     for name in names:
         if not manager.match_tasks([name]):
             near = get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; see `lm_eval ls tasks`"
+            hint = (
+                f"; did you mean {' or '.join(near)}?"
+                if near
+                else "; see `lm_eval ls tasks`"
+            )
             raise ConfigError(f"--tasks {name}: lm-eval knows no such task{hint}")
 
 
-def run_tasks(lm: object, names: Sequence[str], manager: TaskManager, **options: object) -> dict[str, Any] | None:
+def run_tasks(
+    lm: object, names: Sequence[str], manager: TaskManager, **options: object
+) -> dict[str, Any] | None:
     """Run ``simple_evaluate`` on every rank; return its results on each machine's first rank, as lm-eval does."""
     # In the order asked for.
-    tasks = list(dict.fromkeys(task for name in names for task in manager.match_tasks([name])))
+    tasks = list(
+        dict.fromkeys(task for name in names for task in manager.match_tasks([name]))
+    )
     try:
-        return _simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options)
+        return _simple_evaluate(
+            lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options
+        )
     except (OSError, ValueError) as error:
-        is_of_request = isinstance(error, ValueError) and not str(error).startswith("Attempted to run task")
+        is_of_request = isinstance(error, ValueError) and not str(error).startswith(
+            "Attempted to run task"
+        )
         if is_of_request:  # not what lm-eval refuses before the first one
             raise
         raise ConfigError(f"--tasks {','.join(names)}: {one_line(error)}") from error
@@ -66,29 +78,55 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
     config = load_config(settings.generating())
     tokenizer = load_tokenizer(settings.folder, config, chats=settings.chat)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
+        raise ConfigError(
+            f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one"
+        )
     if settings.chat and not tokenizer.chat_template:
-        raise ConfigError(f"--chat: the tokenizer of {settings.folder} has no chat template; leave --chat out")
+        raise ConfigError(
+            f"--chat: the tokenizer of {settings.folder} has no chat template; leave --chat out"
+        )
     answers = None
     if not rotates_by_length(text_config(config)):
         # Requests are told apart by their own text.
-        answers = records_file(out, "harness", settings.folder, {"dtype": settings.dtype})
+        answers = records_file(
+            out, "harness", settings.folder, {"dtype": settings.dtype}
+        )
     with session(settings.generating(), config, tokenizer) as model:
-        lm = RingLM(model.model, tokenizer, on_request=lambda what: _beat(model, what), answers=answers)
+        lm = RingLM(
+            model.model,
+            tokenizer,
+            on_request=lambda what: _beat(model, what),
+            answers=answers,
+        )
         if lm.num_kept:
-            print(f"{lm.num_kept} answers are in {answers}; continuing after them", file=sys.stderr, flush=True)
-        model.model.ring_on_read = lambda tokens: _beat(model, f"at token {tokens:,} of a request")
+            print(
+                f"{lm.num_kept} answers are in {answers}; continuing after them",
+                file=sys.stderr,
+                flush=True,
+            )
+        model.model.ring_on_read = lambda tokens: _beat(
+            model, f"at token {tokens:,} of a request"
+        )
         _beat(model, None)
         found = run_tasks(
-            lm, settings.tasks, manager, limit=settings.limit, num_fewshot=settings.num_fewshot,
-            apply_chat_template=settings.chat, **settings.seeds,
-        )  # fmt: skip
+            lm,
+            settings.tasks,
+            manager,
+            limit=settings.limit,
+            num_fewshot=settings.num_fewshot,
+            apply_chat_template=settings.chat,
+            **settings.seeds,
+        )
     if found is None:
         return None
     return {
-        "task": "harness", "model": settings.folder, "rows": rows_of(found), "skipped": [], "seed": settings.seed,
+        "task": "harness",
+        "model": settings.folder,
+        "rows": rows_of(found),
+        "skipped": [],
+        "seed": settings.seed,
         "records": None if answers is None else str(answers),
-    }  # fmt: skip
+    }
 
 
 def _beat(model: Session, what: str | None) -> None:

@@ -24,13 +24,16 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
 
         Logits become their means over the vocabulary, of real tokens: they are only averaged.
         """
-        both = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+        both = self.concatenated_inputs(
+            batch, padding_value=self.padding_value, device=self.accelerator.device
+        )
         ids, mask = both["concatenated_input_ids"], both["concatenated_attention_mask"]
         asked = {"output_router_logits": True} if self.aux_loss_enabled else {}
         out = model(
             input_ids=ids,
             attention_mask=mask,
-            labels=ids.masked_fill(mask == 0, -100),  # prompts too, as for the first of ORPO's losses
+            # prompts too, as for the first of ORPO's losses
+            labels=ids.masked_fill(mask == 0, -100),
             use_cache=False,
             fused_lm_head=True,
             **asked,
@@ -39,6 +42,9 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
         averages = (out.log_probs * answers).sum(-1) / answers.sum(-1)
         chosen = len(batch["chosen_labels"])
         likelihood = -out.log_probs[:chosen].sum() / out.label_mask[:chosen].sum()
-        means = [out.mean_logits[rows][out.label_mask[rows]] for rows in (slice(chosen), slice(chosen, None))]
+        means = [
+            out.mean_logits[rows][out.label_mask[rows]]
+            for rows in (slice(chosen), slice(chosen, None))
+        ]
         result = (averages[:chosen], averages[chosen:], *means, likelihood)
         return (*result, out.aux_loss) if self.aux_loss_enabled else result

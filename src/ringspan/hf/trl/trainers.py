@@ -1,7 +1,14 @@
 """TRL's trainers on a ring."""
 
 # pyright: reportPrivateImportUsage=false
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import (
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
 
 from ringspan.hf.trainer import RingTrainerMixin
 

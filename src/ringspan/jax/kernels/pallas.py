@@ -20,7 +20,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.jax.kernels.xla import Gradients, Kernel, State, parted, varying_like
 from ringspan.jax.program import IntArray, Pairs, Program, key_of, query_of
 
-_LANES: Final = 128  # of a vector register: what a chunk of queries must be a multiple of
+_LANES: Final = (
+    128  # of a vector register: what a chunk of queries must be a multiple of
+)
 _SUBLANES: Final = 16  # of bfloat16: what a chunk of keys must be a multiple of
 _GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
 
@@ -32,38 +34,87 @@ class PallasKernel(Kernel):
 
     def forward(self, row: Array, q: Array, block: Array, state: State) -> State:
         k, v = parted(block, q.shape[-1], state.total.shape[-1])
-        total = pltpu.VMEM((q.shape[1], v.shape[-1], self.program.query_size), state.total.dtype)
-        return State(*self._call(_forward, row, self.pairs.by_query, "qkkqqq", (q, k, v, *state), 3, total))
+        total = pltpu.VMEM(
+            (q.shape[1], v.shape[-1], self.program.query_size), state.total.dtype
+        )
+        return State(
+            *self._call(
+                _forward,
+                row,
+                self.pairs.by_query,
+                "qkkqqq",
+                (q, k, v, *state),
+                3,
+                total,
+            )
+        )
 
     def backward(
-        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+        self,
+        row: Array,
+        q: Array,
+        block: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        dq: Array,
     ) -> Gradients:
         k, v = parted(block, q.shape[-1], dout.shape[-1])
         arrays = q, k, v, dout, lse, delta
-        (dq,) = self._call(_backward_queries, row, self.pairs.by_query, "qkkqqqq", (*arrays, dq), 1)
+        (dq,) = self._call(
+            _backward_queries, row, self.pairs.by_query, "qkkqqqq", (*arrays, dq), 1
+        )
         zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
-        return Gradients(dq, *self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2))
+        return Gradients(
+            dq,
+            *self._call(
+                _backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2
+            ),
+        )
 
     def _call(
-        self, body: Callable[..., None], row: Array, table: IntArray, kinds: str, arrays: tuple[Array, ...],
-        updated: int, *scratch: Any,
-    ) -> list[Array]:  # fmt: skip
+        self,
+        body: Callable[..., None],
+        row: Array,
+        table: IntArray,
+        kinds: str,
+        arrays: tuple[Array, ...],
+        updated: int,
+        *scratch: Any,
+    ) -> list[Array]:
         """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place."""
         # ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
-        num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
-        lists, bands = (jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands))
+        num_pairs, pairs = (
+            jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table)
+        )
+        lists, bands = (
+            jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands)
+        )
         tables = num_pairs, pairs, lists, bands
-        specs = [_spec(kind, x, self.program) for kind, x in zip(kinds, arrays, strict=True)]
+        specs = [
+            _spec(kind, x, self.program) for kind, x in zip(kinds, arrays, strict=True)
+        ]
         results = arrays[-updated:]
 
         def run(*references: Any) -> None:
-            step, last, shared = pl.program_id(1), pl.num_programs(1) - 1, arrays[0].shape[1]
-            pair = _Pair(self, *references[: len(tables)], step=step, last=last, shared=shared)
+            step, last, shared = (
+                pl.program_id(1),
+                pl.num_programs(1) - 1,
+                arrays[0].shape[1],
+            )
+            pair = _Pair(
+                self, *references[: len(tables)], step=step, last=last, shared=shared
+            )
             body(pair, *references[len(tables) :])
 
         return pl.pallas_call(
             run,
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type) for x in results],
+            [
+                jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+                )
+                for x in results
+            ],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(tables),
                 grid=(len(arrays[0]), len(pairs) // 2),
@@ -71,7 +122,9 @@ class PallasKernel(Kernel):
                 out_specs=specs[-updated:],
                 scratch_shapes=scratch,
             ),
-            input_output_aliases={len(tables) + len(arrays) - updated + n: n for n in range(updated)},
+            input_output_aliases={
+                len(tables) + len(arrays) - updated + n: n for n in range(updated)
+            },
             compiler_params=_GRID,
             interpret=is_interpreted(),
             name=body.__name__.strip("_"),
@@ -95,7 +148,8 @@ class _Pair:
         """Return whether this is the first, and the last, pair in a row with its chunk of queries, or of keys."""
         step, last = self.step, self.last
         here, before, behind = (
-            bits(self.pairs[2 * n]) for n in (step, jnp.maximum(step - 1, 0), jnp.minimum(step + 1, last))
+            bits(self.pairs[2 * n])
+            for n in (step, jnp.maximum(step - 1, 0), jnp.minimum(step + 1, last))
         )
         return (step == 0) | (here != before), (step == last) | (here != behind)
 
@@ -114,8 +168,12 @@ class _Pair:
         """Return the pairs that any of the bands allows. bool (c', c)."""
         program, where = self.kernel.program, self.pairs[2 * self.step]
         shape = program.key_size, program.query_size
-        column = key_of(where) * program.key_size + lax.broadcasted_iota(jnp.int32, shape, 0)
-        row = query_of(where) * program.query_size + lax.broadcasted_iota(jnp.int32, shape, 1)
+        column = key_of(where) * program.key_size + lax.broadcasted_iota(
+            jnp.int32, shape, 0
+        )
+        row = query_of(where) * program.query_size + lax.broadcasted_iota(
+            jnp.int32, shape, 1
+        )
         first, count = self.lists[2 * cut], self.lists[2 * cut + 1]
 
         def inside(n: Array, seen: Array) -> Array:
@@ -124,7 +182,12 @@ class _Pair:
             here &= (row - column >= lo) & (row - column <= hi)
             return seen | here.astype(jnp.int32)
 
-        return lax.fori_loop(jnp.zeros_like(count), count, inside, jnp.zeros(shape, jnp.int32)) > 0
+        return (
+            lax.fori_loop(
+                jnp.zeros_like(count), count, inside, jnp.zeros(shape, jnp.int32)
+            )
+            > 0
+        )
 
 
 def is_interpreted() -> bool:
@@ -146,7 +209,9 @@ def check_chunks(program: Program) -> None:
         )
 
 
-def _forward(pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, sums) -> None:
+def _forward(
+    pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, sums
+) -> None:
     """Run a step of FlashAttention's recurrence; the unnormalised result is (E, c), like the scores."""
     is_first, is_last = pair.changes(query_of)
 
@@ -164,7 +229,9 @@ def _forward(pair: _Pair, q, k, v, total_in, top_in, sum_in, total, top, sum_, s
         new = jnp.maximum(old, scores.max(0, keepdims=True))
         p, kept = jnp.exp(scores - new), jnp.exp(old - new)
         top[0, pl.ds(head, 1)] = new
-        sum_[0, pl.ds(head, 1)] = sum_[0, pl.ds(head, 1)] * kept + p.sum(0, keepdims=True)
+        sum_[0, pl.ds(head, 1)] = sum_[0, pl.ds(head, 1)] * kept + p.sum(
+            0, keepdims=True
+        )
         sums[head] = sums[head] * kept + _dot(v[0], p.astype(v.dtype), 0, 0, sums.dtype)
 
     pair.compute(one)
@@ -190,7 +257,9 @@ def _backward_queries(pair: _Pair, q, k, v, dout, lse, delta, dq_in, dq) -> None
     pair.compute(one)
 
 
-def _backward_keys(pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv) -> None:
+def _backward_keys(
+    pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv
+) -> None:
     """dk = ds^T q, dv = p^T dout."""
     is_first, _ = pair.changes(key_of)
 
@@ -206,7 +275,9 @@ def _backward_keys(pair: _Pair, q, k, v, dout, lse, delta, dk_in, dv_in, dk, dv)
     pair.compute(one)
 
 
-def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, lse, delta) -> tuple[Array, Array]:
+def _derivatives(
+    pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, lse, delta
+) -> tuple[Array, Array]:
     """Return probabilities, and the loss's derivatives by products of queries and keys; (c', c), in q's dtype."""
     scores, slope = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, lse.dtype))
     if allowed is not None:
@@ -220,7 +291,9 @@ def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, l
 def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
     """Specify an array's chunk for a step of the grid: (F, T', ...) by keys, (F, P, T, ...) by queries."""
 
-    def index(head: Array, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any) -> tuple[Any, ...]:
+    def index(
+        head: Array, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any
+    ) -> tuple[Any, ...]:
         where = pairs[2 * number]
         chunk = (0, query_of(where)) if kind == "q" else (key_of(where),)
         return (head, *chunk, 0)[: x.ndim]
@@ -231,6 +304,10 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: DTypeLike) -> Array:
     # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
-    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    precision = (
+        lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    )
     contracted = ((over_a,), (over_b,)), ((), ())
-    return lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)
+    return lax.dot_general(
+        a, b, contracted, precision=precision, preferred_element_type=dtype
+    )

@@ -37,25 +37,52 @@ class TritonKernel(Kernel):
         return state
 
     def forward(self, row: Array, q: Array, block: Array, state: Partial) -> Partial:
-        k, v = (x[:, None] for x in parted(block, q.shape[-1], state.out.shape[-1]))  # one head for each of the batch
+        # one head for each of the batch
+        k, v = (x[:, None] for x in parted(block, q.shape[-1], state.out.shape[-1]))
         return Partial(*self._launch("forward", row, (q, k, v, *state), q, v, 2))
 
     def backward(
-        self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
+        self,
+        row: Array,
+        q: Array,
+        block: Array,
+        dout: Array,
+        lse: Array,
+        delta: Array,
+        dq: Array,
     ) -> Gradients:
         k, v = (x[:, None] for x in parted(block, q.shape[-1], dout.shape[-1]))
         # The second dout stands for out, which nobody reads where delta is known.
         arrays = dout, q, k, v, dout, lse, delta, dq
-        (dq,) = self._launch("backward_queries", row, arrays, q, v, 1, without_strides=delta, HAS_DELTA=True)
+        (dq,) = self._launch(
+            "backward_queries",
+            row,
+            arrays,
+            q,
+            v,
+            1,
+            without_strides=delta,
+            HAS_DELTA=True,
+        )
         zeros = [varying_like(jnp.zeros(x.shape, lse.dtype), dq) for x in (k, v)]
         arrays = dout, q, k, v, lse, delta, *zeros
-        dk, dv = self._launch("backward_keys", row, arrays, q, v, 2, without_strides=delta)
+        dk, dv = self._launch(
+            "backward_keys", row, arrays, q, v, 2, without_strides=delta
+        )
         return Gradients(dq, dk[:, 0], dv[:, 0])
 
     def _launch(
-        self, name: str, row: Array, arrays: tuple[Array, ...], q: Array, v: Array, updated: int, *,
-        without_strides: Array | None = None, **options: Any,
-    ) -> list[Array]:  # fmt: skip
+        self,
+        name: str,
+        row: Array,
+        arrays: tuple[Array, ...],
+        q: Array,
+        v: Array,
+        updated: int,
+        *,
+        without_strides: Array | None = None,
+        **options: Any,
+    ) -> list[Array]:
         """Run a program on arrays, those for slopes only, tables, numbers, strides and results; return ``updated``."""
         from jax_triton import triton_call
 
@@ -63,31 +90,62 @@ class TritonKernel(Kernel):
 
         program, (heads, num_rows), num_keys = self.program, q.shape[1:3], v.shape[2]
         if name == "backward_keys":
-            lists, block, programs = (program.first_of_keys, program.which_of_keys), "KEYS", (num_keys, len(q))
+            lists, block, programs = (
+                (program.first_of_keys, program.which_of_keys),
+                "KEYS",
+                (num_keys, len(q)),
+            )
             sizes = num_rows, num_keys, q.shape[-1], v.shape[-1]
         else:
-            lists, block, programs = (program.first_of_rows, program.which_of_rows), "ROWS", (num_rows, len(q) * heads)
+            lists, block, programs = (
+                (program.first_of_rows, program.which_of_rows),
+                "ROWS",
+                (num_rows, len(q) * heads),
+            )
             sizes = num_rows, q.shape[-1], v.shape[-1]
         tables = [jnp.asarray(x)[row] for x in (program.tiles, *lists)]
         is_new = "out_type" in signature(triton_call).parameters
-        number = float if is_new else np.float32  # an older one makes a float64 of a float
-        strides = [prod(x.shape[n + 1 :]) for x in arrays if x is not without_strides for n in range(3)]
-        numbers = [heads, heads, *sizes, number(self.scale), number(self.softcap or 0), 0, *strides]
+        # an older one makes a float64 of a float
+        number = float if is_new else np.float32
+        strides = [
+            prod(x.shape[n + 1 :])
+            for x in arrays
+            if x is not without_strides
+            for n in range(3)
+        ]
+        numbers = [
+            heads,
+            heads,
+            *sizes,
+            number(self.scale),
+            number(self.softcap or 0),
+            0,
+            *strides,
+        ]
         options |= tuning.options(
-            q.shape[-1], v.shape[-1], is_float32=q.dtype == jnp.float32, has_cap=self.softcap is not None
+            q.shape[-1],
+            v.shape[-1],
+            is_float32=q.dtype == jnp.float32,
+            has_cap=self.softcap is not None,
         )
         first = len(arrays) + 3 + len(tables)
         row_bytes = max(options["SIZE"], options["VALUE_SIZE"]) * q.dtype.itemsize
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-updated:]]
         found = triton_call(
-            *arrays, q, q, q, *tables, *numbers,
+            *arrays,
+            q,
+            q,
+            q,
+            *tables,
+            *numbers,
             kernel=_tuned(name, row_bytes, first, first + len(numbers)),
             **{"out_type" if is_new else "out_shape": results},
             grid=lambda meta: (-(-programs[0] // meta[block]), programs[1]),
             IN_PLACE=False,
             **options,
-        )  # fmt: skip
-        return [varying_like(x, q, v) for x in found]  # jax-triton does not say along which mesh axes results differ
+        )
+        # jax-triton does not say along which mesh axes results differ
+        return [varying_like(x, q, v) for x in found]
 
 
 def why_not(q: Array, v: Array) -> str | None:
@@ -102,7 +160,11 @@ def why_not(q: Array, v: Array) -> str | None:
     if q.dtype.name not in LARGEST_HEADS:
         return f"it computes bfloat16, float16 and float32, not {q.dtype}"
     size, largest = max(q.shape[-1], v.shape[-1]), LARGEST_HEADS[q.dtype.name]
-    return None if size <= largest else f"its heads have at most {largest} numbers in {q.dtype}, these have {size}"
+    return (
+        None
+        if size <= largest
+        else f"its heads have at most {largest} numbers in {q.dtype}, these have {size}"
+    )
 
 
 @lru_cache(maxsize=64)
@@ -116,4 +178,6 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
     if interprets_triton():
         return tuning.interpreted(program)
     blocks = getattr(tuning, name.upper())
-    return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
+    return triton.autotune(
+        blocks.configs(row_bytes), key=program.arg_names[first:stop]
+    )(program)

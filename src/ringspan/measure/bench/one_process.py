@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ringspan.core import reference
@@ -22,7 +25,12 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.machine import allocated_bytes, describe_machine, peak_bytes, timed
+from ringspan.measure.machine import (
+    allocated_bytes,
+    describe_machine,
+    peak_bytes,
+    timed,
+)
 from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.data.batch import shard_batch
@@ -34,7 +42,11 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.agreement import shared_bytes
 from ringspan.torch.transport.exchange import COUNTERS
 
-KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of the forward pass
+# FLOPs, in units of the forward pass
+KINDS: Final = {
+    "forward": 1.0,
+    "forward_backward": 3.5,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +80,19 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
     layout = Layout(case.layout, case.length, case.ranks)
     generator = torch.Generator().manual_seed(0)
     *inputs, dout = (
-        torch.randn(case.batch, layout.padded_length, heads, case.head_dim, generator=generator).to(device, dtype)
+        torch.randn(
+            case.batch, layout.padded_length, heads, case.head_dim, generator=generator
+        ).to(device, dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     )
     check_tensors(*inputs)
     mine = torch.from_numpy(layout.positions(rank)).to(device)
     local = [x[:, mine].transpose(1, 2).requires_grad_() for x in inputs]
     whole = [x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs]
-    local_dout, whole_dout = dout[:, mine].transpose(1, 2), dout[:, : case.length].transpose(1, 2)
+    local_dout, whole_dout = (
+        dout[:, mine].transpose(1, 2),
+        dout[:, : case.length].transpose(1, 2),
+    )
     inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
     dense = None
     if case.mask not in ("causal", "full"):
@@ -83,19 +100,27 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
 
     def on_ring(backward: bool) -> list[Tensor]:
         out = ring_attention(*local, mask=mask, layout=layout, route=case.route)
-        return [out, *torch.autograd.grad(out, local, local_dout)] if backward else [out]
+        return (
+            [out, *torch.autograd.grad(out, local, local_dout)] if backward else [out]
+        )
 
     def on_one(backward: bool) -> list[Tensor]:
         causal, grouped = case.mask == "causal", case.heads != case.kv_heads
-        out = scaled_dot_product_attention(*whole, attn_mask=dense, is_causal=causal, enable_gqa=grouped)
-        return [out, *torch.autograd.grad(out, whole, whole_dout)] if backward else [out]
+        out = scaled_dot_product_attention(
+            *whole, attn_mask=dense, is_causal=causal, enable_gqa=grouped
+        )
+        return (
+            [out, *torch.autograd.grad(out, whole, whole_dout)] if backward else [out]
+        )
 
     seconds: dict[str, list[float]] = {}
     for repeat in range(case.repeats + 1):
         for kind, backward in (("forward", False), ("forward_backward", True)):
             with torch.set_grad_enabled(backward):
                 ours = timed(partial(on_ring, backward), threads=1)
-                theirs = timed(partial(on_one, backward) if rank == 0 else None, threads=case.ranks)
+                theirs = timed(
+                    partial(on_one, backward) if rank == 0 else None, threads=case.ranks
+                )
             if repeat:  # the first round warms up
                 seconds.setdefault(f"ring {kind}", []).append(ours)
                 seconds.setdefault(f"one {kind}", []).append(theirs)
@@ -103,17 +128,29 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
     flops = 4 * pairs * case.batch * case.heads * case.head_dim
     ring_seconds = {kind: median(seconds[f"ring {kind}"]) for kind in KINDS}
     result = {
-        f"ratio_{kind}": median(a / b for a, b in zip(seconds[f"ring {kind}"], seconds[f"one {kind}"], strict=True))
+        f"ratio_{kind}": median(
+            a / b
+            for a, b in zip(
+                seconds[f"ring {kind}"], seconds[f"one {kind}"], strict=True
+            )
+        )
         for kind in KINDS
     }
     return result | {
         "ring_seconds": ring_seconds,
         "baseline_seconds": {kind: median(seconds[f"one {kind}"]) for kind in KINDS},
-        "gflops": {kind: flops * passes / ring_seconds[kind] / 1e9 for kind, passes in KINDS.items()},
+        "gflops": {
+            kind: flops * passes / ring_seconds[kind] / 1e9
+            for kind, passes in KINDS.items()
+        },
         "exposed_comm_seconds": _exposed(on_ring),
         "peak_bytes_per_token": {
-            "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes())) / layout.tokens_per_rank,
-            "baseline": _peak_bytes(partial(on_one, True) if rank == 0 else None, threads=case.ranks) / case.length,
+            "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes()))
+            / layout.tokens_per_rank,
+            "baseline": _peak_bytes(
+                partial(on_one, True) if rank == 0 else None, threads=case.ranks
+            )
+            / case.length,
         },
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
     }
@@ -144,19 +181,33 @@ def _largest(number: float) -> float:
     return float(largest)
 
 
-def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:
+def _error(
+    case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]
+) -> float:
     """Return the largest relative error of out and dq against float64, over sampled rows of each rank."""
     layout = Layout(case.layout, case.length, case.ranks)
     positions = layout.positions(dist.get_rank())
-    sample = np.random.default_rng(0).permutation(np.flatnonzero(positions < case.length))[:32]
+    sample = np.random.default_rng(0).permutation(
+        np.flatnonzero(positions < case.length)
+    )[:32]
     rows = positions[sample]
     q, k, v = (x.double().cpu().numpy() for x in inputs)
     allowed = Mask.parse(case.mask).dense(rows, np.arange(case.length))
-    problem = (q[:, :, rows], k[:, :, : case.length], v[:, :, : case.length], allowed, case.head_dim**-0.5)
+    problem = (
+        q[:, :, rows],
+        k[:, :, : case.length],
+        v[:, :, : case.length],
+        allowed,
+        case.head_dim**-0.5,
+    )
     rows_dout = dout.double().cpu().numpy()[:, :, rows]
-    expected = reference.attention(*problem)[0], reference.backward(rows_dout, *problem).dq
+    expected = (
+        reference.attention(*problem)[0],
+        reference.backward(rows_dout, *problem).dq,
+    )
     errors = [
-        np.linalg.norm(x.detach().double().cpu().numpy()[:, :, sample] - y) / np.linalg.norm(y)
+        np.linalg.norm(x.detach().double().cpu().numpy()[:, :, sample] - y)
+        / np.linalg.norm(y)
         for x, y in zip(ours, expected, strict=False)
     ]
     return _largest(float(max(errors)))
@@ -180,11 +231,19 @@ class StepCase:
 def small_llama(case: StepCase) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=case.vocabulary, hidden_size=case.hidden_size, intermediate_size=3 * case.hidden_size,
-        num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
-        max_position_embeddings=case.length, attention_dropout=0.0, use_cache=False,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype), attn_implementation="sdpa")
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden_size,
+        intermediate_size=3 * case.hidden_size,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        max_position_embeddings=case.length,
+        attention_dropout=0.0,
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, case.dtype), attn_implementation="sdpa"
+    )
     return model.to(local_device()).train()
 
 
@@ -196,17 +255,33 @@ def run_step(case: StepCase) -> dict[str, Any]:
 
 def _measure_step(case: StepCase) -> dict[str, Any]:
     rank, device = dist.get_rank(), local_device()
-    tokens = torch.randint(0, case.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, case.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0)
+    )
     mesh = init_mesh(ring=case.ranks)
-    ring_model = parallelize(small_llama(case), mesh, layout=case.layout, checkpoint=case.checkpoint)
-    ring_batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=case.layout, device=device)
-    on_ring = partial(_step, ring_model, torch.optim.AdamW(ring_model.parameters(), lr=1e-4), ring_batch)
+    ring_model = parallelize(
+        small_llama(case), mesh, layout=case.layout, checkpoint=case.checkpoint
+    )
+    ring_batch = shard_batch(
+        {"input_ids": tokens, "labels": tokens}, mesh, layout=case.layout, device=device
+    )
+    on_ring = partial(
+        _step,
+        ring_model,
+        torch.optim.AdamW(ring_model.parameters(), lr=1e-4),
+        ring_batch,
+    )
     on_one = None
     if rank == 0:
         plain = small_llama(case)
         if case.checkpoint == "attention":
-            options = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_sdpa)}
-            plain.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+            options = {
+                "use_reentrant": False,
+                "context_fn": partial(create_selective_checkpoint_contexts, _keep_sdpa),
+            }
+            plain.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=options
+            )
         else:
             checkpoint_layers(view_of(plain), case.checkpoint)
         whole = tokens.to(device)
@@ -220,14 +295,18 @@ def _measure_step(case: StepCase) -> dict[str, Any]:
             ours.append(pair[0])
             theirs.append(pair[1])
     return {
-        "ratio_tokens_per_second": median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "ratio_tokens_per_second": median(
+            b / a for a, b in zip(ours, theirs, strict=True)
+        ),
         "ring_tokens_per_second": case.length / median(ours),
         "baseline_tokens_per_second": case.length / median(theirs),
         "peak_bytes": peak_bytes(device),
     }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> None:
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -241,6 +320,12 @@ _SDPA = {
 }
 
 
-def _keep_sdpa(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _keep_sdpa(
+    ctx: object, operator: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     """Checkpoint like checkpoint="attention", for the baseline."""
-    return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if operator in _SDPA
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -35,7 +35,9 @@ from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
 _SLEEP_CYCLES: Final = 10_000_000  # about 5 ms, longer than the host takes for a pass of few and large launches
-_SAMPLE: Final = 128  # rows compared with float64, of each of the ranks that are looked at
+_SAMPLE: Final = (
+    128  # rows compared with float64, of each of the ranks that are looked at
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,9 @@ def run(case: RingCase) -> dict[str, Any]:
     ``errors`` of out and dq relative to float64, by number of ranks and of one kernel.
     """
     if not 0 <= case.rank < case.virtual_ranks:
-        raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks; give 0 or more")
+        raise ConfigError(
+            f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks; give 0 or more"
+        )
     one = PlayedRank(case)
     with torch.no_grad():
         on, off = one.passes(is_moving=True), one.passes(is_moving=False)
@@ -73,26 +77,43 @@ def run(case: RingCase) -> dict[str, Any]:
         found: dict[str, dict[str, list[Timing]]] = {}
         for repeat in range(case.repeats + 1):
             # In another order each time: what runs finds caches and clocks as the one before has left them.
-            for name in np.random.default_rng(repeat).permutation(list(everything)).tolist():
+            for name in (
+                np.random.default_rng(repeat).permutation(list(everything)).tolist()
+            ):
                 for kind in KINDS:
                     took = Timing.of(everything[name][kind], one.device)
                     if repeat:  # the first round warms up
                         found.setdefault(name, {}).setdefault(kind, []).append(took)
     seconds = {
         field: {
-            name: {kind: median(getattr(each, field) for each in found[name][kind]) for kind in KINDS} for name in found
+            name: {
+                kind: median(getattr(each, field) for each in found[name][kind])
+                for kind in KINDS
+            }
+            for name in found
         }
         for field in Timing._fields
     }
     device = seconds["device"]
-    pairs = {"ring": one.schedule.num_pairs, **dict.fromkeys(alone, one.single.num_pairs)}
+    pairs = {
+        "ring": one.schedule.num_pairs,
+        **dict.fromkeys(alone, one.single.num_pairs),
+    }
     flops = {
-        name: {kind: one.flops(pairs[name]) * _PASSES[kind] / device[name][kind] for kind in KINDS} for name in pairs
+        name: {
+            kind: one.flops(pairs[name]) * _PASSES[kind] / device[name][kind]
+            for kind in KINDS
+        }
+        for name in pairs
     }
     fastest = {kind: max(alone, key=lambda name: flops[name][kind]) for kind in KINDS}
     return {
-        "efficiency": {kind: flops["ring"][kind] / flops[fastest[kind]][kind] for kind in KINDS},
-        "transfer_share": {kind: 1 - device["still"][kind] / device["ring"][kind] for kind in KINDS},
+        "efficiency": {
+            kind: flops["ring"][kind] / flops[fastest[kind]][kind] for kind in KINDS
+        },
+        "transfer_share": {
+            kind: 1 - device["still"][kind] / device["ring"][kind] for kind in KINDS
+        },
         "fastest_kernel": fastest,
         "flops_per_second": flops,
         "seconds": seconds["wall"],
@@ -150,7 +171,9 @@ class Copies:
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
         """Drop the message."""
 
-    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+    def receive(
+        self, pending: Sequence[PendingReceive], key: MessageKey
+    ) -> Callable[[], None] | None:
         sources = [self._source(key[1], each.spec) for each in pending]
         if self._stream is not None:  # what last used this memory may still be running
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -161,7 +184,8 @@ class Copies:
                 return None
             copied = torch.cuda.Event()
             copied.record()
-        buffers = [each.read() for each in pending]  # they belong to the copies until then
+        # they belong to the copies until then
+        buffers = [each.read() for each in pending]
 
         def wait() -> None:
             torch.cuda.current_stream().wait_event(copied)
@@ -181,16 +205,30 @@ class PlayedRank:
     """One rank's tensors, the others' blocks, and the single sequence to compare with."""
 
     def __init__(self, case: RingCase) -> None:
-        self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)
+        self.case, self.device, self.dtype = (
+            case,
+            local_device(),
+            getattr(torch, case.dtype),
+        )
         self.mask = Mask.parse(case.mask)
         self.layout = _layout(case)
-        self.schedule = make_schedule(self.layout, self.mask, case.rank, None, case.route)
+        self.schedule = make_schedule(
+            self.layout, self.mask, case.rank, None, case.route
+        )
         if not self.schedule.num_pairs:
-            raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}; use another")
+            raise ConfigError(
+                f"--rank {case.rank}: has nothing to compute under the mask {case.mask}; use another"
+            )
         self._generator = torch.Generator(self.device).manual_seed(0)
         tokens = self.layout.tokens_per_rank
-        self.q, self.dout = self.random(case.heads, tokens), self.random(case.heads, tokens)
-        self.k, self.v = self.random(case.kv_heads, tokens), self.random(case.kv_heads, tokens)
+        self.q, self.dout = (
+            self.random(case.heads, tokens),
+            self.random(case.heads, tokens),
+        )
+        self.k, self.v = (
+            self.random(case.kv_heads, tokens),
+            self.random(case.kv_heads, tokens),
+        )
         check_tensors(self.q, self.k, self.v)
         self.scores = Scores(case.head_dim**-0.5)
         if refusal := kernels.why_not(case.kernel, self.q, self.v, self.scores):
@@ -201,38 +239,67 @@ class PlayedRank:
     def random(self, heads: int, tokens: int) -> Tensor:
         """(1, H, T, D), tokens before heads in memory, as projections make them."""
         shape = 1, tokens, heads, self.case.head_dim
-        return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype).transpose(1, 2)
+        return (
+            torch.randn(shape, generator=self._generator, device=self.device)
+            .to(self.dtype)
+            .transpose(1, 2)
+        )
 
     def flops(self, pairs: int) -> float:
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
-    def passes(self, *, is_moving: bool, is_warm: bool = True) -> dict[str, Callable[[], Any]]:
+    def passes(
+        self, *, is_moving: bool, is_warm: bool = True
+    ) -> dict[str, Callable[[], Any]]:
         # Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
-        blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter
-        mine = replace(blank, exchange=FakeTransport(Copies(self.device, blocks) if is_moving else Nobody()))
-        lse = self.q.new_full(self.q.shape[:-1], math.log(self.layout.length), dtype=torch.float32)
-        out, lse = ring.forward(mine, self.q, self.k, self.v) if is_warm else (self.q, lse)
+        # whose numbers does not matter
+        blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))
+        mine = replace(
+            blank,
+            exchange=FakeTransport(
+                Copies(self.device, blocks) if is_moving else Nobody()
+            ),
+        )
+        lse = self.q.new_full(
+            self.q.shape[:-1], math.log(self.layout.length), dtype=torch.float32
+        )
+        out, lse = (
+            ring.forward(mine, self.q, self.k, self.v) if is_warm else (self.q, lse)
+        )
         return {
             "forward": lambda: ring.forward(mine, self.q, self.k, self.v),
-            "backward": lambda: ring.backward(mine, self.dout, self.q, self.k, self.v, out, lse),
+            "backward": lambda: ring.backward(
+                mine, self.dout, self.q, self.k, self.v, out, lse
+            ),
         }
 
     def single_kernels(self) -> dict[str, dict[str, Callable[[], Any]]]:
         """Return each fast kernel that serves, on one sequence of as many pairs."""
         tokens = self.single_layout.length
-        q, dout = self.random(self.case.heads, tokens), self.random(self.case.heads, tokens)
-        k, v = self.random(self.case.kv_heads, tokens), self.random(self.case.kv_heads, tokens)
+        q, dout = (
+            self.random(self.case.heads, tokens),
+            self.random(self.case.heads, tokens),
+        )
+        k, v = (
+            self.random(self.case.kv_heads, tokens),
+            self.random(self.case.kv_heads, tokens),
+        )
         names = kernels.serving("auto", q, v, self.scores)
         names = tuple(name for name in names if name != "eager") or names
-        return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
+        return {
+            name: alone(name, self.single, self.scores, dout, q, k, v) for name in names
+        }
 
     def _same_pairs(self) -> Layout:
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2
-            if make_schedule(Layout("contiguous", middle, 1), self.mask, 0).num_pairs < self.schedule.num_pairs:
+            if (
+                make_schedule(Layout("contiguous", middle, 1), self.mask, 0).num_pairs
+                < self.schedule.num_pairs
+            ):
                 low = middle + 1
             else:
                 high = middle
@@ -250,36 +317,57 @@ def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
     schedule = make_schedule(layout, Mask.parse(case.mask), case.rank, None, case.route)
     spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, kernel=case.kernel)
     return Ring(
-        schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule, schedule.blocks)
+        schedule,
+        FakeTransport(Nobody()),
+        Scores(spec.scale),
+        spec,
+        num_head_groups(q, k, schedule, schedule.blocks),
     )
 
 
-def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+def _arriving(
+    one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]
+) -> dict[int, Tensor]:
     """Pack keys and values of every block that arrives, by message number; ``of`` gives an owner's tensors."""
     hops, found = one.schedule.hops, dict[int, Tensor]()
+    # some numbers of each owner: what is computed is not compared
     for number, _, kv_heads in one.heads(k, k):
-        if one.schedule.gathered is not None:  # some numbers of each owner: what is computed is not compared
+        if one.schedule.gathered is not None:
             own = Block.whole(*of(one.schedule.rank, kv_heads))
-            found[MESSAGES_PER_HOP * number] = torch.cat((own.k.flatten(), own.v.flatten()))
+            found[MESSAGES_PER_HOP * number] = torch.cat(
+                (own.k.flatten(), own.v.flatten())
+            )
             continue
         for hop in hops[1:]:
             if hop.arrives.ranges:
                 keys, values = of(hop.owner, kv_heads)
-                block = Block(((0, keys.shape[2]),), keys, values).pack(hop.arrives.ranges)
+                block = Block(((0, keys.shape[2]),), keys, values).pack(
+                    hop.arrives.ranges
+                )
                 assert block.buffer is not None, "a packed block has a buffer"
-                found[MESSAGES_PER_HOP * (number * len(hops) + hop.index)] = block.buffer
+                found[MESSAGES_PER_HOP * (number * len(hops) + hop.index)] = (
+                    block.buffer
+                )
     return found
 
 
 def alone(
-    name: str, schedule: Schedule, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
+    name: str,
+    schedule: Schedule,
+    scores: Scores,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> dict[str, Callable[[], Any]]:
     """Run one kernel's forward and backward by its calls for a sequence, and nothing else."""
     kernel, (hop,) = kernels.KERNELS[name], schedule.hops
     launches = kernel.launches(hop.bands)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
-    gradients = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v)]
+    gradients = [
+        torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v)
+    ]
 
     def forward() -> None:
         for one in launches:
@@ -293,25 +381,48 @@ def alone(
     def backward() -> None:
         for one in launches:
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
-            mine = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
+            mine = (
+                dout[:, :, rows],
+                q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                result[:, :, rows],
+                norm[:, :, rows],
+            )
             inputs = BackwardInputs(*mine)
             if kernel.adds_in_place is True:
                 dq, dk, dv = gradients
-                kernel.backward_into(inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
+                kernel.backward_into(
+                    inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
+                )
             else:
                 kernel.backward(inputs, one, scores)
 
-    result, norm = q, lse.new_full(lse.shape, math.log(k.shape[2]))  # any numbers: they do not change the time
+    # any numbers: they do not change the time
+    result, norm = (
+        q,
+        lse.new_full(lse.shape, math.log(k.shape[2])),
+    )
     return {"forward": forward, "backward": backward}
 
 
 def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     """Return relative errors of out and dq on the first, middle and last rank, and of one kernel."""
-    small = replace(case, route="ring", virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
+    small = replace(
+        case,
+        route="ring",
+        virtual_ranks=ranks,
+        rank=0,
+        tokens=max(2, case.error_tokens // ranks),
+    )
     layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
-    found: dict[str, list[tuple[np.ndarray, ...]]] = {"out": [], "dq": []}  # the ring's, one kernel's, and exact
+    # the ring's, one kernel's, and exact
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {
+        "out": [],
+        "dq": [],
+    }
     with torch.no_grad():
         whole = ring_of(small, one.layout, q, k)
         result = ring.forward(whole, q, k, v)
@@ -326,21 +437,37 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
                 there = torch.from_numpy(layout.positions(owner)).to(one.device)
                 return k[:, heads, there], v[:, heads, there]
 
-            here = replace(blank, exchange=FakeTransport(Copies(one.device, _arriving(blank, my_k, of))))
+            here = replace(
+                blank,
+                exchange=FakeTransport(Copies(one.device, _arriving(blank, my_k, of))),
+            )
             result = ring.forward(here, my_q, my_k, my_v)
             dq, _, _ = ring.backward(here, my_dout, my_q, my_k, my_v, *result)
             sample = np.random.default_rng(rank).permutation(len(positions))[:_SAMPLE]
             rows = positions[sample]
             allowed = mask.dense(rows, np.arange(layout.length))
-            exact_q, exact_k, exact_v, exact_dout = (_exact(x) for x in (q[:, :, rows], k, v, dout[:, :, rows]))
+            exact_q, exact_k, exact_v, exact_dout = (
+                _exact(x) for x in (q[:, :, rows], k, v, dout[:, :, rows])
+            )
             problem = exact_q, exact_k, exact_v, allowed, small.head_dim**-0.5
-            expected = reference.attention(*problem)[0], reference.backward(exact_dout, *problem).dq
-            for name, x, one_kernel, right in zip(found, (result[0], dq), alone, expected, strict=True):
-                found[name].append((_exact(x[:, :, sample]), _exact(one_kernel[:, :, rows]), right))
+            expected = (
+                reference.attention(*problem)[0],
+                reference.backward(exact_dout, *problem).dq,
+            )
+            for name, x, one_kernel, right in zip(
+                found, (result[0], dq), alone, expected, strict=True
+            ):
+                found[name].append(
+                    (_exact(x[:, :, sample]), _exact(one_kernel[:, :, rows]), right)
+                )
     errors: dict[str, Any] = {"ranks": ranks}
     for name, parts in found.items():
-        *both, right = (np.concatenate(each, axis=2) for each in zip(*parts, strict=True))
-        errors[name], errors[f"alone_{name}"] = (float(np.linalg.norm(x - right) / np.linalg.norm(right)) for x in both)
+        *both, right = (
+            np.concatenate(each, axis=2) for each in zip(*parts, strict=True)
+        )
+        errors[name], errors[f"alone_{name}"] = (
+            float(np.linalg.norm(x - right) / np.linalg.norm(right)) for x in both
+        )
     return errors
 
 

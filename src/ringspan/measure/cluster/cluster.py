@@ -23,7 +23,13 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
-_MUST_BE_EQUAL: Final = ("ringspan", "torch", "transformers", "nccl")  # they speak to themselves on other ranks
+# they speak to themselves on other ranks
+_MUST_BE_EQUAL: Final = (
+    "ringspan",
+    "torch",
+    "transformers",
+    "nccl",
+)
 _MESSAGE_BYTES: Final = {"cpu": 16 << 20, "cuda": 256 << 20}
 _ROUNDS: Final = 3
 _SLOW_LINK: Final = 0.5  # of the median link
@@ -41,7 +47,11 @@ class Problem:
 
 
 def versions() -> dict[str, str | None]:
-    nccl_version = nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else None
+    nccl_version = (
+        nccl.version()
+        if torch.cuda.is_available() and dist.is_nccl_available()
+        else None
+    )
     return {
         "python": platform.python_version(),
         **{name: package_version(name) for name in PACKAGES},
@@ -58,7 +68,9 @@ def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
         "ranks": facts,
         "clock_offset_seconds": offsets,
         "clock_uncertainty_seconds": uncertainty,
-        "bandwidth_bytes_per_second": min(_transfer_rates(group, range(ranks), "ring")) if ranks > 1 else None,
+        "bandwidth_bytes_per_second": min(_transfer_rates(group, range(ranks), "ring"))
+        if ranks > 1
+        else None,
         "links": [
             {"from": sender, "to": (sender + 1) % ranks, "bytes_per_second": rate}
             for sender, rate in enumerate(_link_rates(group))
@@ -70,7 +82,9 @@ def _facts() -> dict[str, Any]:
     device = local_device()
     return {
         "host": socket.gethostname(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "cpu",
         "versions": versions(),
         "listens": listening(os.getpid()),
         "launcher_listens": listening(os.getppid()),
@@ -87,7 +101,9 @@ def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
         clocks = [torch.empty_like(now) for _ in best]
         dist.all_gather(clocks, now, group=group)
         # Gathering ends for nobody before all have read their clocks: no two readings are further apart than it took.
-        took = torch.tensor(time.time() - float(now), dtype=torch.float64, device=now.device)
+        took = torch.tensor(
+            time.time() - float(now), dtype=torch.float64, device=now.device
+        )
         dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
         if float(took) < error:
             best, error = [float(clock - clocks[0]) for clock in clocks], float(took)
@@ -100,18 +116,29 @@ def _link_rates(group: dist.ProcessGroup) -> list[float]:
     if ranks == 1:
         return []
     rates = [0.0] * ranks
-    odd = ranks - 1 if ranks % 2 else ranks  # the last link of an odd ring has a turn of its own
-    for turn, senders in enumerate((range(0, odd, 2), range(1, odd, 2), range(odd, ranks))):
+    # the last link of an odd ring has a turn of its own
+    odd = ranks - 1 if ranks % 2 else ranks
+    for turn, senders in enumerate(
+        (range(0, odd, 2), range(1, odd, 2), range(odd, ranks))
+    ):
         if senders:
-            for rank, rate in enumerate(_transfer_rates(group, senders, f"turn {turn}")):
+            for rank, rate in enumerate(
+                _transfer_rates(group, senders, f"turn {turn}")
+            ):
                 if (rank - 1) % ranks in senders:
                     rates[(rank - 1) % ranks] = rate
     return rates
 
 
-def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str) -> list[float]:
+def _transfer_rates(
+    group: dist.ProcessGroup, senders: Iterable[int], name: str
+) -> list[float]:
     """Return each rank's best bytes/s over a few rounds when ``senders`` send a block to the next."""
-    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), local_device()
+    rank, ranks, device = (
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        local_device(),
+    )
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
     # Named by the turn, so that a rank that is late is not sent another turn's block.
@@ -133,31 +160,50 @@ def listening(process: int) -> list[str] | None:
     """Return ``host:port`` of this user's listening TCP sockets; None if unknown."""
     folder = Path("/proc", str(process))
     try:
-        targets = [os.readlink(entry) for entry in (folder / "fd").iterdir() if entry.is_symlink()]
+        targets = [
+            os.readlink(entry)
+            for entry in (folder / "fd").iterdir()
+            if entry.is_symlink()
+        ]
         tables = [(folder / "net" / name).read_text() for name in ("tcp", "tcp6")]
     except OSError:
         return None
     inodes = {target[8:-1] for target in targets if target.startswith("socket:[")}
-    return sorted(address for table in tables for address, inode in listeners(table) if inode in inodes)
+    return sorted(
+        address
+        for table in tables
+        for address, inode in listeners(table)
+        if inode in inodes
+    )
 
 
 def listeners(table: str) -> list[tuple[str, str]]:
     """Return (address, inode) of listening sockets in the text of ``/proc/net/tcp`` or ``tcp6``."""
     rows = [line.split() for line in table.splitlines()[1:]]
-    return [(_address(row[1]), row[9]) for row in rows if len(row) > 9 and row[3] == _LISTENING]
+    return [
+        (_address(row[1]), row[9])
+        for row in rows
+        if len(row) > 9 and row[3] == _LISTENING
+    ]
 
 
 def _address(text: str) -> str:
     """Decode ``0100007F:1F90`` to ``127.0.0.1:8080``: little-endian 32-bit words."""
     host, port = text.split(":")
-    packed = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
-    name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    packed = b"".join(
+        bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)
+    )
+    name = socket.inet_ntop(
+        socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed
+    )
     return f"[{name}]:{int(port, 16)}" if ":" in name else f"{name}:{int(port, 16)}"
 
 
 def problems_between(examined: dict[str, Any]) -> list[Problem]:
     facts = examined["ranks"]
-    found = [problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)]
+    found = [
+        problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)
+    ]
     devices = Counter(fact["device"] for fact in facts)
     usual = devices.most_common(1)[0][0]
     found += [
@@ -195,7 +241,9 @@ def _odd_ones(facts: list[dict[str, Any]], name: str) -> list[Problem]:
     ]
 
 
-def _slow_links(links: list[dict[str, Any]], facts: list[dict[str, Any]]) -> list[Problem]:
+def _slow_links(
+    links: list[dict[str, Any]], facts: list[dict[str, Any]]
+) -> list[Problem]:
     if len(links) < 3:
         return []
     usual = median(link["bytes_per_second"] for link in links)
@@ -215,7 +263,10 @@ def _open_ports(facts: list[dict[str, Any]]) -> list[Problem]:
     """Return problems of ranks, or their launchers, that any host may connect to."""
     found: dict[tuple[str, str], Problem] = {}
     for rank, fact in enumerate(facts):
-        for who, listens in ((f"rank {rank}", "listens"), (f"the launcher of rank {rank}", "launcher_listens")):
+        for who, listens in (
+            (f"rank {rank}", "listens"),
+            (f"the launcher of rank {rank}", "launcher_listens"),
+        ):
             for address in fact[listens] or ():
                 if address.startswith(("0.0.0.0:", "[::]:")):
                     found.setdefault(

@@ -19,14 +19,34 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ringspan.core import reference
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
+from ringspan.core.geometry.mask import (
+    Mask,
+    causal,
+    chunked,
+    documents,
+    full,
+    prefix_lm,
+    sliding_window,
+)
 from ringspan.core.messages.extras import command, installed
 from ringspan.core.messages.units import shown_speed
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.ring import alone
-from ringspan.measure.cluster.cluster import Problem, examine_ranks, problems_between, versions
+from ringspan.measure.cluster.cluster import (
+    Problem,
+    examine_ranks,
+    problems_between,
+    versions,
+)
 from ringspan.measure.cluster.trial import WRONG, Trial, try_training
-from ringspan.measure.machine import default_ranks, describe_machine, fastest, measure_flops, num_cores, package_version
+from ringspan.measure.machine import (
+    default_ranks,
+    describe_machine,
+    fastest,
+    measure_flops,
+    num_cores,
+    package_version,
+)
 from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch import kernels
@@ -59,14 +79,27 @@ _HEADS: Final = 8
 _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 
 
-def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+def examine(
+    ranks: int | None, doing: Callable[[str], None] = lambda what: None
+) -> dict[str, Any]:
     ranks = default_ranks() if ranks is None else ranks
-    doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
+    doing(
+        f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them"
+    )
     try:
         examined = launch(examine_rank, ranks)[0]
     except RuntimeError as error:
         remedy = "ranks of one machine talk over its loopback interface; look at its firewall, memory and limits"
-        return report(None, [Problem(f"{ranks} ranks of this machine do not come together: {error}", remedy, True)])
+        return report(
+            None,
+            [
+                Problem(
+                    f"{ranks} ranks of this machine do not come together: {error}",
+                    remedy,
+                    True,
+                )
+            ],
+        )
     doing("training a model of two layers")
     trials = launch(examine_training, ranks)
     doing("looking at devices and kernels")
@@ -82,7 +115,9 @@ def examine_training() -> Trial:
 def outcome_of(trials: Sequence[Trial]) -> Trial:
     """Return the failure that came first, if a rank failed (its peers fail after it), or the shared outcome."""
     failures = [
-        trial._replace(failure=f"rank {rank}: {trial.failure}") for rank, trial in enumerate(trials) if trial.failure
+        trial._replace(failure=f"rank {rank}: {trial.failure}")
+        for rank, trial in enumerate(trials)
+        if trial.failure
     ]
     return min(failures, key=lambda trial: trial.failed_at or 0.0, default=trials[0])
 
@@ -114,7 +149,8 @@ def examine_rank() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None, "called inside of a process group"
     examined = examine_ranks(group)
-    dist.barrier(group)  # all compute at once, as in training: ranks of one machine share its cores
+    # all compute at once, as in training: ranks of one machine share its cores
+    dist.barrier(group)
     speeds = gather(measure_speeds(local_device()), group)
     return examined | {"speeds": speeds, "ring_error": ring_error(group)}
 
@@ -128,17 +164,29 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
 
 
 def report(
-    examined: dict[str, Any] | None, failures: Iterable[Problem] = (), trial: Trial | None = None
+    examined: dict[str, Any] | None,
+    failures: Iterable[Problem] = (),
+    trial: Trial | None = None,
 ) -> dict[str, Any]:
     """Return what this machine has, its ranks found, and all problems; ``min_block_tokens``: F/B of the slowest."""
     device = local_device()
     problems = [*_problems_here(device), *failures]
     speeds = examined["speeds"] if examined else [measure_speeds(device)]
-    slowest = [min(each, key=lambda speed: speed["flops"]) for each in zip(*speeds, strict=True)]
-    flops = next(each["flops"] for each in slowest if (each["what"], each["dtype"]) == ("matmul", "bfloat16"))
+    slowest = [
+        min(each, key=lambda speed: speed["flops"])
+        for each in zip(*speeds, strict=True)
+    ]
+    flops = next(
+        each["flops"]
+        for each in slowest
+        if (each["what"], each["dtype"]) == ("matmul", "bfloat16")
+    )
     bandwidth = examined["bandwidth_bytes_per_second"] if examined else None
     if examined:
-        problems += [*problems_between(examined), *_slow_ranks(speeds, examined["ranks"])]
+        problems += [
+            *problems_between(examined),
+            *_slow_ranks(speeds, examined["ranks"]),
+        ]
         if not examined["ring_error"] < _WRONG:
             problems.append(
                 Problem(
@@ -153,7 +201,9 @@ def report(
     kinds = [torch.device("cpu")] + ([device] if device.type != "cpu" else [])
     return {
         "devices": _devices(),
-        "backends": {name: _has_backend(name) for name in ("gloo", "nccl", "mpi", "ucc")},
+        "backends": {
+            name: _has_backend(name) for name in ("gloo", "nccl", "mpi", "ucc")
+        },
         "versions": versions(),
         "missing": [
             {"name": name, "needed_for": purpose, "remedy": remedy}
@@ -165,7 +215,9 @@ def report(
         "flops": flops,
         "measured_flops": slowest,
         "bandwidth_bytes_per_second": bandwidth,
-        "min_block_tokens": round(min_block_tokens(flops, bandwidth)) if bandwidth else None,
+        "min_block_tokens": round(min_block_tokens(flops, bandwidth))
+        if bandwidth
+        else None,
         "cluster": examined,
         "trial": None if trial is None else trial._asdict(),
         "can_train": not any(problem.stops for problem in problems),
@@ -185,7 +237,8 @@ def _problems_of(trial: Trial) -> Iterator[Problem]:
         yield Problem(
             f"a model of two layers trains wrongly here: its losses differ from one process by {trial.error:.1e}, "
             f"{WRONG:.0e} is the most that rounding explains",
-            _tried_releases() or "this build of torch, or its communication library, computes wrongly: try another one",
+            _tried_releases()
+            or "this build of torch, or its communication library, computes wrongly: try another one",
             stops=True,
         )
 
@@ -200,14 +253,19 @@ def _is_beyond(name: str) -> bool:
     """Return whether a package is newer than all releases that ringspan was tried with."""
     here = package_version(name)
     bounds = [bound for bound in supported(name) if bound.operator == "<"]
-    return here is not None and any(Version(Version(here).base_version) >= Version(bound.version) for bound in bounds)
+    return here is not None and any(
+        Version(Version(here).base_version) >= Version(bound.version)
+        for bound in bounds
+    )
 
 
 def _has_backend(name: str) -> bool:
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
-def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]) -> Iterator[Problem]:
+def _slow_ranks(
+    speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]
+) -> Iterator[Problem]:
     flops = [speed[0]["flops"] for speed in speeds]
     usual = median(flops)
     for rank, reached in enumerate(flops):
@@ -221,12 +279,25 @@ def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]])
 
 def _devices() -> list[dict[str, Any]]:
     name = describe_machine()["processor"]
-    found = [{"kind": "cpu", "name": name, "cores": num_cores(), "memory_bytes": host_memory_bytes()}]
+    found = [
+        {
+            "kind": "cpu",
+            "name": name,
+            "cores": num_cores(),
+            "memory_bytes": host_memory_bytes(),
+        }
+    ]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        made = {"kind": "cuda", "name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+        made = {
+            "kind": "cuda",
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
         free = torch.cuda.mem_get_info(index)[0]
-        found.append(made | {"memory_bytes": properties.total_memory, "free_bytes": free})
+        found.append(
+            made | {"memory_bytes": properties.total_memory, "free_bytes": free}
+        )
     return found
 
 
@@ -235,28 +306,66 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
         here = package_version(name) or "none"
         if _is_beyond(name):
             # Whether it trains all the same is tried below; only that can stop.
-            yield Problem(f"{name} is {here}, newer than any release that ringspan was tried with", pip_command(name))
-        elif here == "none" or not supported(name).contains(Version(here).base_version, prereleases=True):
-            yield Problem(f"{name} is {here}, {shown(supported(name))} is needed", pip_command(name), stops=True)
+            yield Problem(
+                f"{name} is {here}, newer than any release that ringspan was tried with",
+                pip_command(name),
+            )
+        elif here == "none" or not supported(name).contains(
+            Version(here).base_version, prereleases=True
+        ):
+            yield Problem(
+                f"{name} is {here}, {shown(supported(name))} is needed",
+                pip_command(name),
+                stops=True,
+            )
     for name in missing():
-        yield Problem(f"torch {torch.__version__} lacks {name}, which ringspan needs", pip_command("torch"), stops=True)
+        yield Problem(
+            f"torch {torch.__version__} lacks {name}, which ringspan needs",
+            pip_command("torch"),
+            stops=True,
+        )
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not _has_backend(backend):
         remedy = f"install a build of torch with {backend}: those for Linux on pytorch.org have it"
-        yield Problem(f"torch has no {backend}, over which {device.type} ranks talk", remedy, stops=True)
+        yield Problem(
+            f"torch has no {backend}, over which {device.type} ranks talk",
+            remedy,
+            stops=True,
+        )
     if device.type == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
-        why = "is a build for CPUs" if torch.version.cuda is None else f"of CUDA {torch.version.cuda} cannot use them"
+        why = (
+            "is a build for CPUs"
+            if torch.version.cuda is None
+            else f"of CUDA {torch.version.cuda} cannot use them"
+        )
         remedy = "install a build of torch for the CUDA version that nvidia-smi shows"
-        yield Problem(f"this machine has NVIDIA devices, but torch {torch.__version__} {why}", remedy)
+        yield Problem(
+            f"this machine has NVIDIA devices, but torch {torch.__version__} {why}",
+            remedy,
+        )
 
 
-def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
+def attention_flops(
+    device: torch.device, dtype: torch.dtype, *, tokens: int | None = None
+) -> float:
     """Return the best FLOP/s of causal attention, both passes, with the ring's kernel."""
     # 8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
-    heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
-    q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
-    schedule, scores = make_schedule(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)
-    kernel = kernels.choose(kernels.serving("auto", q, v, scores), schedule.hops[0].bands, q)
+    heads, head_dim, tokens = (
+        8,
+        128,
+        tokens or (8192 if device.type == "cuda" else 1024),
+    )
+    q, k, v, dout = (
+        torch.randn(1, heads, tokens, head_dim, device=device).to(dtype)
+        for _ in range(4)
+    )
+    schedule, scores = (
+        make_schedule(Layout("contiguous", tokens, 1), causal(), 0),
+        Scores(head_dim**-0.5),
+    )
+    kernel = kernels.choose(
+        kernels.serving("auto", q, v, scores), schedule.hops[0].bands, q
+    )
     passes = alone(kernel.name, schedule, scores, dout, q, k, v)
 
     def both() -> None:
@@ -268,27 +377,42 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
 
 def ring_error(group: dist.ProcessGroup) -> float:
     """Return any rank's largest relative error of causal attention, both passes, against dense float64."""
-    ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
+    ranks, rank, device = (
+        dist.get_world_size(group),
+        dist.get_rank(group),
+        local_device(),
+    )
     # Few tokens: each rank computes them all.
     layout = Layout("zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks)
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, heads, layout.length, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    whole = [
+        torch.randn(1, heads, layout.length, 16, generator=generator)
+        for heads in (4, 2, 2, 4)
+    ]
     mine = layout.positions(rank)
-    *inputs, dout = (x[:, :, torch.from_numpy(mine)].to(device).requires_grad_() for x in whole)
+    *inputs, dout = (
+        x[:, :, torch.from_numpy(mine)].to(device).requires_grad_() for x in whole
+    )
     out = ring_attention(*inputs, layout=layout, group=group)
     gradients = torch.autograd.grad(out, inputs, dout)
 
     q, k, v, d = (x.double().numpy() for x in whole)
     problem = (q, k, v, causal().dense(*2 * [np.arange(layout.length)]), 16**-0.5)
     expected = reference.attention(*problem)[0], *reference.backward(d, *problem)
-    error = max(_relative(ours, exact[:, :, mine]) for ours, exact in zip((out, *gradients), expected, strict=True))
+    error = max(
+        _relative(ours, exact[:, :, mine])
+        for ours, exact in zip((out, *gradients), expected, strict=True)
+    )
     worst = torch.tensor(error, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return float(worst)
 
 
 def _relative(ours: Tensor, exact: np.ndarray) -> float:
-    return float(np.linalg.norm(ours.detach().double().cpu().numpy() - exact) / np.linalg.norm(exact))
+    return float(
+        np.linalg.norm(ours.detach().double().cpu().numpy() - exact)
+        / np.linalg.norm(exact)
+    )
 
 
 @dataclass(frozen=True)
@@ -325,15 +449,27 @@ CASES: Final[dict[str, Case]] = {
 def serving(case: Case, where: torch.device) -> dict[str, float]:
     """Return the kernels that compute a case on a device with their shares of its pairs; empty if refused."""
     layout = Layout("zigzag", _LENGTH, _RANKS)
-    hops = (hop for rank in range(_RANKS) for hop in make_schedule(layout, case.mask, rank).hops if hop.bands)
+    hops = (
+        hop
+        for rank in range(_RANKS)
+        for hop in make_schedule(layout, case.mask, rank).hops
+        if hop.bands
+    )
     pairs: Counter[str] = Counter()
     with FakeTensorMode():
-        q, v = (torch.empty(1, _HEADS, 1, d, dtype=case.dtype, device=where) for d in (case.head_dim, case.value_dim))
+        q, v = (
+            torch.empty(1, _HEADS, 1, d, dtype=case.dtype, device=where)
+            for d in (case.head_dim, case.value_dim)
+        )
         try:
             check_tensors(q, q, v)
         except UnsupportedError:
             return {}
-        scores = Scores(case.head_dim**-0.5, case.softcap, torch.empty(1, device=where) if case.has_slopes else None)
+        scores = Scores(
+            case.head_dim**-0.5,
+            case.softcap,
+            torch.empty(1, device=where) if case.has_slopes else None,
+        )
         names = kernels.serving("auto", q, v, scores)
         for hop in hops:
             pairs[kernels.choose(names, hop.bands, q).name] += hop.num_pairs
@@ -352,7 +488,11 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
         reasons = [_why_not(name, where) for where in devices]
         runs = None in reasons
         # Of the last device, which is the GPU where there is one: that the CPU cannot run it says nothing there.
-        report[name] = {"available": runs, "serves": served[name], "why_not": None if runs else reasons[-1]}
+        report[name] = {
+            "available": runs,
+            "serves": served[name],
+            "why_not": None if runs else reasons[-1],
+        }
     return report
 
 

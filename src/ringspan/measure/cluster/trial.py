@@ -41,7 +41,9 @@ def try_training(mesh: DeviceMesh) -> Trial:
     try:
         error = _worst_error(mesh)
     except Exception as failure:
-        return Trial(failure=f"{type(failure).__name__}: {failure}", failed_at=time.time())
+        return Trial(
+            failure=f"{type(failure).__name__}: {failure}", failed_at=time.time()
+        )
     return Trial(error, time.perf_counter() - started)
 
 
@@ -49,7 +51,9 @@ def _worst_error(mesh: DeviceMesh) -> float:
     """Return any rank's largest relative error of the losses before, between and after the optimizer steps."""
     device, ring = local_device(), mesh.get_group("ring")
     length = _TOKENS_PER_RANK * ring.size()
-    ids = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        0, 256, (1, length), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     batch = {"input_ids": ids, "labels": ids}
     alone: Any = _model(length)
     expected = _losses(alone.to(device), batch)

@@ -36,7 +36,11 @@ from ringspan.torch.memory.adamw import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.mesh import make_mesh
-from ringspan.torch.transport.protocol import FakeTransport, Nobody, transport_registered
+from ringspan.torch.transport.protocol import (
+    FakeTransport,
+    Nobody,
+    transport_registered,
+)
 
 _TIMELINE_MOMENTS: Final = 400
 
@@ -58,14 +62,19 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
     tracker = MemoryTracker(is_fake=True)
     with (
         fake_mesh(setting, rank, "cpu") as mesh,
-        transport_registered(mesh.get_group("ring"), lambda signature: FakeTransport(Nobody(tracker.communicate))),
+        transport_registered(
+            mesh.get_group("ring"),
+            lambda signature: FakeTransport(Nobody(tracker.communicate)),
+        ),
         ruled_by(cpu=_without_values(setting.on_gpu)),
         registered(_OneChunk()),
         real_meshes(),
         FakeTensorMode(allow_non_fake_inputs=True),
         tracker,
     ):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, setting.parameter_dtype)
+        ).train()
         # A GPU's host is other memory than the one that is counted; a CPU is its own host.
         on_host = _FarHostAdamW if setting.on_gpu else HostAdamW
         model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host)
@@ -76,14 +85,20 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
 
 
 def prepare(
-    model: PreTrainedModel, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    setting: Setting,
+    *,
+    host_optimizer: type[HostAdamW] = HostAdamW,
 ) -> tuple[Any, Optimizer, dict[str, torch.Tensor]]:
     """Return the model on a mesh, its optimizer and a batch of random tokens."""
     model = put_on_mesh(model, mesh, setting)
     if setting.optimizer_on_host:
         optimizer: Optimizer = host_optimizer(model.parameters(), lr=1e-4)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, foreach=setting.on_gpu
+        )
     return model, optimizer, _batch(model, mesh, setting)
 
 
@@ -99,38 +114,60 @@ def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer) -> N
     end_step(tracker, model, optimizer)
 
 
-def watch_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer, batch: dict[str, torch.Tensor]) -> None:
+def watch_step(
+    tracker: MemoryTracker,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: dict[str, torch.Tensor],
+) -> None:
     """Track a training step; the tracker forgets the moments before it."""
     tracker.watch("activations", batch.values())
     tracker.restart()
     train_step(tracker, model, optimizer, batch)
 
 
-def _batch(model: PreTrainedModel, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
-    padded = batch_layout(setting.layout, setting.length, setting.ring, folds=setting.folds).padded_length
+def _batch(
+    model: PreTrainedModel, mesh: DeviceMesh, setting: Setting
+) -> dict[str, torch.Tensor]:
+    padded = batch_layout(
+        setting.layout, setting.length, setting.ring, folds=setting.folds
+    ).padded_length
     # Not one token again and again, which routers would send to the same few experts.
-    tokens = torch.randint(model.config.get_text_config().vocab_size, (setting.batch, padded))
+    tokens = torch.randint(
+        model.config.get_text_config().vocab_size, (setting.batch, padded)
+    )
     device = next(model.parameters()).device
     split: Any = {"layout": setting.layout, "folds": setting.folds}
-    return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, **split, device=device)
+    return shard_batch(
+        {"input_ids": tokens, "labels": tokens}, mesh, **split, device=device
+    )
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:
     """Return rules for tensors without values, as on CPU or GPU: fake CUDA tensors need one."""
     # No file could hold them, and whatever a module is tried on, it passes.
-    rules = DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
+    rules = (
+        DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
+    )
     return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
 
 class _OneChunk(Eager):
     """Plain PyTorch on one chunk of scores of a launch: without values all of the many are equal."""
 
-    def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
+    def heads(
+        self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize
+    ) -> Iterator[tuple[int, slice, slice]]:
         return islice(super().heads(q, k, tile, size), 1)
 
-    def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
-        pieces = ((rows, keys[0]) for rows, keys in super().chunks(tile, size) if keys)  # of equal parts the first
-        rows, keys = max(pieces, key=lambda pair: prod(part.stop - part.start for part in pair))
+    def chunks(
+        self, tile: Tile, size: ChunkSize
+    ) -> Iterator[tuple[slice, list[slice]]]:
+        # of equal parts the first
+        pieces = ((rows, keys[0]) for rows, keys in super().chunks(tile, size) if keys)
+        rows, keys = max(
+            pieces, key=lambda pair: prod(part.stop - part.start for part in pair)
+        )
         yield rows, [keys]
 
 
@@ -145,20 +182,29 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
     """Raise ConfigError for a rank outside the mesh or a process group, UnsupportedError for a model no ring runs."""
     ranks = setting.devices
     if not 0 <= rank < ranks:
-        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}; use one")
+        raise ConfigError(
+            f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}; use one"
+        )
     if dist.is_initialized():
-        raise ConfigError("one rank of many needs a process of its own: this one is already in a process group")
+        raise ConfigError(
+            "one rank of many needs a process of its own: this one is already in a process group"
+        )
     refuse_config(config)
 
 
 @contextmanager
 def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
     """Build a step's mesh as one of its ranks sees it, in a process group that sends nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=rank, world_size=setting.devices, store=FakeStore()
+    )
     try:
         yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
     finally:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # half a second, for traces alone
+        # half a second, for traces alone
+        from torch.distributed.tensor.debug import (
+            _clear_sharding_prop_cache,
+        )
 
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # DTensor would give a later mesh of the same shape this one's groups
@@ -166,7 +212,9 @@ def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceM
 
 def trace_plan(answer: Plan, rank: int) -> Trace:
     setting = answer.setting
-    return trace(hugging_face_config(answer.question.shape, setting.length), setting, rank)
+    return trace(
+        hugging_face_config(answer.question.shape, setting.length), setting, rank
+    )
 
 
 def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
@@ -189,18 +237,26 @@ def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
 def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
     """Return about ``count`` moments: the highest of each equal stretch."""
     stretch = max(1, -(-len(moments) // count))
-    parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
+    parts = (
+        moments[first : first + stretch] for first in range(0, len(moments), stretch)
+    )
     return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
 
 
 def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
     """Return a config of this shape and length; UnsupportedError for towers, adapters or few positions."""
     if shape.sees:
-        raise UnsupportedError(f"{shape.name}: --trace builds language models, not {shape.model_type} with its towers")
+        raise UnsupportedError(
+            f"{shape.name}: --trace builds language models, not {shape.model_type} with its towers"
+        )
     if shape.lora:
-        raise UnsupportedError(f"{shape.name}: --trace trains all weights; leave out --trace, or --lora")
+        raise UnsupportedError(
+            f"{shape.name}: --trace trains all weights; leave out --trace, or --lora"
+        )
     if 0 < shape.positions < length:
-        raise UnsupportedError(f"{shape.name} has {shape.positions:,} learned positions, fewer than --length {length}")
+        raise UnsupportedError(
+            f"{shape.name} has {shape.positions:,} learned positions, fewer than --length {length}"
+        )
     config = config_of(json.loads(shape.config), shape.name)
     if not shape.positions and hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = max(length, config.max_position_embeddings)

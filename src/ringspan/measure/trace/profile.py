@@ -56,9 +56,20 @@ class RankProfile:
 class Profiler:
     """Profiler of the first steps inside of ``step()``; then its hooks are gone."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: Optimizer, rank: int, snapshot: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: Optimizer,
+        rank: int,
+        snapshot: Path | None = None,
+    ) -> None:
         """Watch a parallelized model and its optimizer; ``snapshot`` gets the memory step's CUDA allocator history."""
-        self._model, self._optimizer, self._rank, self._snapshot = model, optimizer, rank, snapshot
+        self._model, self._optimizer, self._rank, self._snapshot = (
+            model,
+            optimizer,
+            rank,
+            snapshot,
+        )
         self._device = next(model.parameters()).device
         self._tracker = MemoryTracker()
         self._num_steps = 0
@@ -68,7 +79,9 @@ class Profiler:
             model.base_model.register_forward_hook(lambda *_: self._begin("loss")),
             model.register_forward_hook(lambda *_: self._begin("backward")),
             optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer")),
-            optimizer.register_step_post_hook(lambda *_: self._tracker.watch_optimizer(optimizer)),
+            optimizer.register_step_post_hook(
+                lambda *_: self._tracker.watch_optimizer(optimizer)
+            ),
         ]
         self._memory: dict[str, Any] = {}
         self.result: RankProfile | None = None
@@ -112,12 +125,18 @@ class Profiler:
         if is_kept:
             synchronize(self._device)
             shown = thinned(self._tracker.moments, _MEMORY_MOMENTS)
-            categories = {name: [moment.bytes[name] for moment in shown] for name in shown[0].bytes}
+            categories = {
+                name: [moment.bytes[name] for moment in shown]
+                for name in shown[0].bytes
+            }
             self._memory = {
                 "memory": {"seconds": [moment.seconds - started for moment in shown]}
                 | {"phase": [moment.phase for moment in shown]}
                 | categories,
-                "memory_phases": [(name, seconds(device_started, moment)) for name, moment in self._phases],
+                "memory_phases": [
+                    (name, seconds(device_started, moment))
+                    for name, moment in self._phases
+                ],
                 "peak_bytes": self._tracker.peak.total_bytes,
             }
 
@@ -140,23 +159,38 @@ class Profiler:
 
         self.result = RankProfile(
             rank=self._rank,
-            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            device=torch.cuda.get_device_name(self._device)
+            if self._device.type == "cuda"
+            else "cpu",
             step_seconds=at(ended),
             phases=[(name, at(moment)) for name, moment in self._phases],
             visits=[
-                {"owner": h.owner, "num_pairs": h.num_pairs, "started": at(h.started), "ended": at(h.ended)}
+                {
+                    "owner": h.owner,
+                    "num_pairs": h.num_pairs,
+                    "started": at(h.started),
+                    "ended": at(h.ended),
+                }
                 for h in hops
             ],
             passages=[
-                {name: getattr(t, name) for name in ("hop", "is_gradient", "sent_bytes", "received_bytes")}
-                | {name: at(getattr(t, name)) for name in ("posted", "waited", "arrived")}
+                {
+                    name: getattr(t, name)
+                    for name in ("hop", "is_gradient", "sent_bytes", "received_bytes")
+                }
+                | {
+                    name: at(getattr(t, name))
+                    for name in ("posted", "waited", "arrived")
+                }
                 for t in transfers
             ],
             **self._memory,
         )
 
 
-def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]) -> list[RankProfile]:
+def profile_rank(
+    shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]
+) -> list[RankProfile]:
     """Profile a model with random weights; every rank of the default group calls it, the first announces."""
     doing = doing if dist.get_rank() == 0 else lambda what: None
     mesh = init_mesh(ring=setting.ring)
@@ -164,7 +198,9 @@ def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Calla
     torch.manual_seed(0)
     config = hugging_face_config(shape, setting.length)
     refuse_config(config)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, setting.parameter_dtype)
+    ).train()
     setting = replace(setting, on_gpu=device == "cuda")
     model, optimizer, batch = prepare(model, mesh, setting)
     rank = dist.get_rank()

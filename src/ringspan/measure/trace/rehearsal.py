@@ -25,7 +25,12 @@ from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded
-from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody, transport_registered
+from ringspan.torch.transport.protocol import (
+    FakeTransport,
+    MessageKey,
+    Nobody,
+    transport_registered,
+)
 
 _TIMED_STEPS: Final = 3
 
@@ -36,7 +41,9 @@ class Rehearsal:
 
     rank: int
     peak_bytes: int
-    reserved_bytes: int  # the most that the allocator held of the device; on a CPU the peak
+    reserved_bytes: (
+        int  # the most that the allocator held of the device; on a CPU the peak
+    )
     bytes: dict[str, int]
     step_seconds: float
     layer_seconds: tuple[tuple[float, float], ...]
@@ -46,29 +53,62 @@ class Rehearsal:
 
 
 def rehearse_plan(
-    answer: Plan, rank: int, bandwidth: float, doing: Callable[[str], None] = lambda what: None
+    answer: Plan,
+    rank: int,
+    bandwidth: float,
+    doing: Callable[[str], None] = lambda what: None,
 ) -> Rehearsal:
     device = local_device()
     setting = replace(answer.setting, on_gpu=device.type == "cuda")
     shape = answer.question.shape
     whole = setting.parameter_bytes * shape.parameters
-    is_on_device = device.type == "cuda" and whole < 0.8 * torch.cuda.mem_get_info(device)[0]
+    is_on_device = (
+        device.type == "cuda" and whole < 0.8 * torch.cuda.mem_get_info(device)[0]
+    )
     if not is_on_device:
         _refuse_more_than(host_memory_bytes(), whole, "the whole model", "this host")
-    has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory_bytes()
-    _refuse_more_than(has, training_memory(shape, setting).peak_bytes, "a rank of this step", f"this {device.type}")
+    has = (
+        torch.cuda.mem_get_info(device)[1]
+        if device.type == "cuda"
+        else host_memory_bytes()
+    )
+    _refuse_more_than(
+        has,
+        training_memory(shape, setting).peak_bytes,
+        "a rank of this step",
+        f"this {device.type}",
+    )
     config = dryrun.hugging_face_config(shape, setting.length)
-    return rehearse(config, setting, rank, bandwidth, doing, made_on=device if is_on_device else None)
+    return rehearse(
+        config,
+        setting,
+        rank,
+        bandwidth,
+        doing,
+        made_on=device if is_on_device else None,
+    )
 
 
 def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
     """Check that this machine can hold all ranks of a setting."""
     on_gpu = local_device().type == "cuda"
     # Around the ring: with "auto" the route is not known yet, and none needs so much less that a rank then fits.
-    needs = training_memory(shape, replace(setting, on_gpu=on_gpu, route="ring")).peak_bytes
-    has = torch.cuda.mem_get_info()[1] if on_gpu else host_memory_bytes() // setting.devices
+    needs = training_memory(
+        shape, replace(setting, on_gpu=on_gpu, route="ring")
+    ).peak_bytes
+    has = (
+        torch.cuda.mem_get_info()[1]
+        if on_gpu
+        else host_memory_bytes() // setting.devices
+    )
     remedy = "take a shorter --length, a smaller --batch or a smaller --model"
-    _refuse_more_than(has, needs, f"each of {setting.devices} ranks", "its part of this machine", remedy)
+    _refuse_more_than(
+        has,
+        needs,
+        f"each of {setting.devices} ranks",
+        "its part of this machine",
+        remedy,
+    )
 
 
 def _refuse_more_than(
@@ -76,7 +116,9 @@ def _refuse_more_than(
     remedy: str = "rehearse with more --devices, a shorter --length or a smaller --model, or use plan --trace",
 ) -> None:  # fmt: skip
     if needs > has:
-        raise ConfigError(f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}")
+        raise ConfigError(
+            f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}"
+        )
 
 
 def host_memory_bytes() -> int:
@@ -99,13 +141,18 @@ def rehearse(
     arrivals = _MadeUp()
     with (
         dryrun.fake_mesh(setting, rank, device.type) as mesh,
-        transport_registered(mesh.get_group("ring"), lambda signature: FakeTransport(arrivals)),
+        transport_registered(
+            mesh.get_group("ring"), lambda signature: FakeTransport(arrivals)
+        ),
     ):
         doing(f"rehearsing rank {rank}: building the model")
         with made_on or nullcontext():
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, setting.parameter_dtype)
+            ).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
-        with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
+        # from the first step on, in which FSDP makes its buffers
+        with MemoryTracker() as tracker:
             arrivals.seen = tracker.communicate
             tracker.watch_model(model)
             for number in range(2):
@@ -122,14 +169,26 @@ def rehearse(
             doing(f"time: step {number + 1} of {_TIMED_STEPS}")
             timed.append(_timed_step(step, model, device, arrivals))
         doing("what kernels hold: the last step")
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else tracker.moments[-1].total_bytes
+        held = (
+            torch.cuda.memory_allocated(device)
+            if device.type == "cuda"
+            else tracker.moments[-1].total_bytes
+        )
         peak = held + allocated_bytes(step)
-        reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
+        reserved = (
+            torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
+        )
     typical = sorted(timed, key=lambda each: each.seconds)[len(timed) // 2]
     return Rehearsal(
-        rank=rank, peak_bytes=peak, reserved_bytes=reserved, bytes=tracker.peak.bytes, step_seconds=typical.seconds,
-        layer_seconds=typical.layers, bandwidth=bandwidth, exposed_seconds=exposed_seconds(typical.events, bandwidth),
-    )  # fmt: skip
+        rank=rank,
+        peak_bytes=peak,
+        reserved_bytes=reserved,
+        bytes=tracker.peak.bytes,
+        step_seconds=typical.seconds,
+        layer_seconds=typical.layers,
+        bandwidth=bandwidth,
+        exposed_seconds=exposed_seconds(typical.events, bandwidth),
+    )
 
 
 class _MadeUp(Nobody):
@@ -153,7 +212,9 @@ class _Timed:
     events: list[tuple[float, int, int]]
 
 
-def _timed_step(step: Callable[[], None], model: nn.Module, device: torch.device, arrivals: _MadeUp) -> _Timed:
+def _timed_step(
+    step: Callable[[], None], model: nn.Module, device: torch.device, arrivals: _MadeUp
+) -> _Timed:
     """Run a step; note its layers and when blocks were posted and needed; on a CPU without making blocks up."""
     before = arrivals.seconds
     with recorded() as (transfers, _), _layer_moments(model, device) as layers:
@@ -162,13 +223,24 @@ def _timed_step(step: Callable[[], None], model: nn.Module, device: torch.device
         ended = now(device)
     synchronize(device)
     made_up = arrivals.seconds - before if device.type == "cpu" else 0.0
-    return _Timed(seconds(started, ended) - made_up, layers.seconds(), _events(transfers, started))
+    return _Timed(
+        seconds(started, ended) - made_up, layers.seconds(), _events(transfers, started)
+    )
 
 
-def _events(transfers: list[TransferRecord], started: Moment) -> list[tuple[float, int, int]]:
+def _events(
+    transfers: list[TransferRecord], started: Moment
+) -> list[tuple[float, int, int]]:
     """Return (seconds, transfer number, arriving bytes or -1 when needed), in order."""
-    posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(transfers)]
-    needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(transfers) if each.waited]
+    posted = [
+        (seconds(started, each.posted), number, each.received_bytes)
+        for number, each in enumerate(transfers)
+    ]
+    needed = [
+        (seconds(started, each.waited), number, -1)
+        for number, each in enumerate(transfers)
+        if each.waited
+    ]
     return sorted(posted + needed)
 
 
@@ -191,7 +263,10 @@ class _Layers:
     backward: dict[int, list[Moment]] = field(default_factory=dict)
 
     def seconds(self) -> tuple[tuple[float, float], ...]:
-        return tuple((seconds(*self.forward[n]), seconds(*self.backward[n])) for n in sorted(self.forward))
+        return tuple(
+            (seconds(*self.forward[n]), seconds(*self.backward[n]))
+            for n in sorted(self.forward)
+        )
 
 
 @contextmanager
@@ -203,9 +278,13 @@ def _layer_moments(model: nn.Module, device: torch.device) -> Iterator[_Layers]:
         if number not in layers.forward:  # not when it is computed again
             layers.forward[number] = [now(device)]
             if args[0].requires_grad:
-                args[0].register_hook(lambda _: layers.backward[number].append(now(device)))
+                args[0].register_hook(
+                    lambda _: layers.backward[number].append(now(device))
+                )
 
-    def end(number: int, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def end(
+        number: int, module: nn.Module, args: tuple[Tensor, ...], out: Tensor
+    ) -> None:
         if len(layers.forward[number]) == 1:
             layers.forward[number].append(now(device))
             out.register_hook(lambda _: layers.backward.update({number: [now(device)]}))

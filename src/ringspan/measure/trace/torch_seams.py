@@ -26,11 +26,15 @@ def real_meshes() -> ExitStack:
 
     replaced = ExitStack()
     replaced.enter_context(patch.object(DeviceMesh, "__getitem__", taken))
-    replaced.enter_context(patch.object(DeviceMesh, "_concatenate", staticmethod(joined)))
+    replaced.enter_context(
+        patch.object(DeviceMesh, "_concatenate", staticmethod(joined))
+    )
     return replaced
 
 
-def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[object]:
+def watched_resizes(
+    resized: Callable[[torch.UntypedStorage], None],
+) -> AbstractContextManager[object]:
     """Call ``resized`` after a storage changes its size, as FSDP does; a dispatch mode sees only operators."""
     resize = torch.UntypedStorage.resize_
 
@@ -42,7 +46,9 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Abstract
     return patch.object(torch.UntypedStorage, "resize_", resize_and_tell)
 
 
-def watched_predictions(predicts: Callable[[bool], None]) -> AbstractContextManager[object]:
+def watched_predictions(
+    predicts: Callable[[bool], None],
+) -> AbstractContextManager[object]:
     """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes."""
     # A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
     predict = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -54,4 +60,6 @@ def watched_predictions(predicts: Callable[[bool], None]) -> AbstractContextMana
         finally:
             predicts(False)
 
-    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", predict_and_tell)
+    return patch.object(
+        ShardingPropagator, "_propagate_tensor_meta_non_cached", predict_and_tell
+    )

@@ -108,14 +108,20 @@ class MemoryTracker(TorchDispatchMode):
         self.watch("parameters", model.buffers())
         for layer in layers_of(model).values():
             births: list[int] = []
-            layer.register_forward_pre_hook(lambda *_, births=births: births.append(self._operators))
-            layer.register_forward_hook(lambda *_, births=births: self._keep_since(births.pop()))
+            layer.register_forward_pre_hook(
+                lambda *_, births=births: births.append(self._operators)
+            )
+            layer.register_forward_hook(
+                lambda *_, births=births: self._keep_since(births.pop())
+            )
 
     def claim_gradients(self) -> None:
         """Count what has become a parameter's gradient as one."""
         for parameter in self._sharded:
             if parameter.grad is not None:
-                known = self._storages.get(local_part(parameter.grad).untyped_storage()._cdata)
+                known = self._storages.get(
+                    local_part(parameter.grad).untyped_storage()._cdata
+                )
                 if known is not None:
                     self._move(known, "gradients")
 
@@ -125,8 +131,12 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        self.watch("optimizer", (value for value in states if isinstance(value, Tensor)))
+        states = (
+            value for state in optimizer.state.values() for value in state.values()
+        )
+        self.watch(
+            "optimizer", (value for value in states if isinstance(value, Tensor))
+        )
 
     def communicate(self, message: Tensor) -> None:
         """Count a message that no operator sends as communication, unless it is kept for something else."""
@@ -137,7 +147,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget the moments so far, not what is held."""
-        self.watch("parameters", self._sharded)  # FSDP pads uneven ones anew in the first step
+        # FSDP pads uneven ones anew in the first step
+        self.watch("parameters", self._sharded)
         self.moments.clear()
         self._note(always=True)
 
@@ -145,9 +156,14 @@ class MemoryTracker(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
 
-    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> object:
-        if func is _DEVICE_OF:  # more than half of what a traced step asks, and no operator
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+    # more than half of what a traced step asks, and no operator
+    def __torch_dispatch__(
+        self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is _DEVICE_OF:
+            return (
+                args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+            )
         if DTensor in types:
             return NotImplemented  # it comes back here with the local tensors
         if self.is_fake and func in _ANSWERS:
@@ -169,7 +185,9 @@ class MemoryTracker(TorchDispatchMode):
             given.add(storage._cdata)
             known = self._storages.get(storage._cdata)
             if communicates and known is not None and known.category == "temporaries":
-                self._move(known, "gradients" if func in _TAKES_GRADIENTS else "communication")
+                self._move(
+                    known, "gradients" if func in _TAKES_GRADIENTS else "communication"
+                )
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             # In-place operators and views return memory that is known, or that is not the step's.
@@ -181,7 +199,9 @@ class MemoryTracker(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, category: Category) -> None:
         cdata = storage._cdata
         reference = weakref.ref(storage, lambda _: self._drop(cdata))
-        self._storages[cdata] = _Storage(reference, storage.nbytes(), category, self._operators)
+        self._storages[cdata] = _Storage(
+            reference, storage.nbytes(), category, self._operators
+        )
         self._count(category, storage.nbytes())
 
     def _drop(self, cdata: int) -> None:
@@ -192,7 +212,8 @@ class MemoryTracker(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)
         if known is not None and storage.nbytes() != known.num_bytes:
-            self._move(known, "communication")  # only FSDP does: these are gathered parameters
+            # only FSDP does: these are gathered parameters
+            self._move(known, "communication")
             self._count(known.category, storage.nbytes() - known.num_bytes)
             known.num_bytes = storage.nbytes()
 
@@ -213,11 +234,20 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note(self, *, always: bool = False) -> None:
         if self._changed or always:
-            self.moments.append(Moment(self._operators, self.phase, dict(self._totals), time.perf_counter()))
+            self.moments.append(
+                Moment(
+                    self._operators, self.phase, dict(self._totals), time.perf_counter()
+                )
+            )
             self._changed = False
 
 
-def train_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> None:
+def train_step(
+    tracker: MemoryTracker,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: dict[str, Tensor],
+) -> None:
     """Run a training step like the loop, its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
@@ -245,7 +275,14 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
         tracker.watch("parameters", [*model.parameters(), *model.buffers()])
         loss = model(**batch).loss
     handle.remove()
-    held = next((each.bytes["activations"] for each in tracker.moments if each.bytes["activations"]), 0)
+    held = next(
+        (
+            each.bytes["activations"]
+            for each in tracker.moments
+            if each.bytes["activations"]
+        ),
+        0,
+    )
     loss.backward()
     model.zero_grad()
     return held
@@ -259,10 +296,15 @@ _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
     _ops.ringspan.latent_attention_backward.default: latents._backward._init_fn,
 }
 # A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
-_ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}
+_ANSWERS: Final[dict[Any, Any]] = {
+    _ops.aten._local_scalar_dense.default: 1,
+    _ops.aten.equal.default: True,
+}
 # Copy gradients into the buffer that is summed over ranks; the second took the place of the first in torch 2.15.
 _TAKES_GRADIENTS: Final = {
-    getattr(_ops.fsdp, name).default for name in ("chunk_cat", "chunk_cat_mixed_dtype") if hasattr(_ops.fsdp, name)
+    getattr(_ops.fsdp, name).default
+    for name in ("chunk_cat", "chunk_cat_mixed_dtype")
+    if hasattr(_ops.fsdp, name)
 }
 _REDUCE_SCATTERS: Final = ("c10d::reduce_scatter", "c10d::_reduce_scatter")
 _DEVICE_OF: Final = _ops.prim.device.default

@@ -36,10 +36,20 @@ class Device:
     note: str = ""
 
     def bandwidth(self, ranks: int) -> float:
-        return self.intra_node_bandwidth if ranks <= self.devices_per_node else self.inter_node_bandwidth
+        return (
+            self.intra_node_bandwidth
+            if ranks <= self.devices_per_node
+            else self.inter_node_bandwidth
+        )
 
 
-_FILE: Final = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-DEVICES: Final = {name: Device(name=name, **row) for name, row in _FILE["devices"].items()}
+_FILE: Final = tomllib.loads(
+    Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
+)
+DEVICES: Final = {
+    name: Device(name=name, **row) for name, row in _FILE["devices"].items()
+}
 # The second of a pair is the other device that the name could mean.
-OTHER_NAMES: Final[dict[str, tuple[str, str]]] = {name: tuple(pair) for name, pair in _FILE["names"].items()}
+OTHER_NAMES: Final[dict[str, tuple[str, str]]] = {
+    name: tuple(pair) for name, pair in _FILE["names"].items()
+}

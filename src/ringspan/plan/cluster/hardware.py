@@ -15,7 +15,8 @@ _NOISE: Final = re.compile(
     "nvidia|amd|google|cloud|geforce|instinct|tesla|quadro|gpu|accelerator|generation|blackwell|server|workstation|"
     r"edition|oam|nvl72|sxm\d?|hbm\d?e?"
 )
-_FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")  # written without a separator, as in H100SXM
+# written without a separator, as in H100SXM
+_FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")
 
 
 def min_block_tokens(flops: float, bandwidth: float) -> float:
@@ -58,12 +59,23 @@ def device(text: str) -> Device:
         base = _named(name)
     values = dict(_read(change) for change in changes)
     if base is not None:
-        return replace(base, **_in_kind(values), **({"title": f"{base.title}, changed"} if values else {}))
+        return replace(
+            base,
+            **_in_kind(values),
+            **({"title": f"{base.title}, changed"} if values else {}),
+        )
     missing = [field for field in _BY_HAND[:3] if field not in values]
     if missing:
-        raise ConfigError(f"--device {text!r}: a device given by hand also needs {', '.join(missing)}")
-    defaults = {"inter_node_bandwidth": values["intra_node_bandwidth"], "devices_per_node": 1 << 30}
-    return Device(name="by-hand", title="device given by hand", **_in_kind({**defaults, **values}))
+        raise ConfigError(
+            f"--device {text!r}: a device given by hand also needs {', '.join(missing)}"
+        )
+    defaults = {
+        "inter_node_bandwidth": values["intra_node_bandwidth"],
+        "devices_per_node": 1 << 30,
+    }
+    return Device(
+        name="by-hand", title="device given by hand", **_in_kind({**defaults, **values})
+    )
 
 
 def _named(name: str) -> Device:
@@ -71,7 +83,9 @@ def _named(name: str) -> Device:
         return DEVICES[normal(name)]
     found, other = _NAMES.get(_essence(name), ("", ""))
     if not found:
-        raise unknown("device", name, DEVICES, "; or give one by hand: flops=...,memory_bytes=...")
+        raise unknown(
+            "device", name, DEVICES, "; or give one by hand: flops=...,memory_bytes=..."
+        )
     if not other:
         return DEVICES[found]
     title, second = DEVICES[found].title, DEVICES[other].title
@@ -113,4 +127,6 @@ def _read(change: str) -> tuple[str, float]:
 
 
 def _in_kind(values: dict[str, float]) -> dict[str, Any]:
-    return {name: int(value) if name in _WHOLE else value for name, value in values.items()}
+    return {
+        name: int(value) if name in _WHOLE else value for name, value in values.items()
+    }

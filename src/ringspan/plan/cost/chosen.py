@@ -9,7 +9,13 @@ from ringspan.core.names import LayoutName
 from ringspan.core.schedule.choosing import ChoosingPart, backward, forward
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, slowest, stretched
 from ringspan.core.schedule.workspace import Shape
-from ringspan.core.selection import Index, exchanged, scored_and_chosen, scored_and_chosen_causally, seen_in
+from ringspan.core.selection import (
+    Index,
+    exchanged,
+    scored_and_chosen,
+    scored_and_chosen_causally,
+    seen_in,
+)
 from ringspan.plan.cost.loop import Held, most_held
 
 _MOST_RANKS: Final = 64  # of which each stands for several of more
@@ -17,11 +23,15 @@ _TOKENS: Final = 64  # of a rank, which stand for all: what is exchanged grows w
 
 
 @lru_cache(maxsize=1024)
-def chosen_passes(layout: Layout, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
+def chosen_passes(
+    layout: Layout, mask: Mask, shape: Shape, speeds: Speeds
+) -> tuple[Pass, Pass]:
     """Return forward and backward on the slowest rank; of a causal mask the first and the last are asked."""
     ranks = {0, layout.ranks - 1} if mask == causal() else range(layout.ranks)
     parts = [_part(layout, mask, rank, shape) for rank in ranks]
-    pairs = (pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
+    pairs = (
+        pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True)
+    )
     ahead, back = (
         slowest(stretched(walk(part), pair, part.rank, speeds) for part in parts)
         for walk, pair in zip((forward, backward), pairs, strict=True)
@@ -30,9 +40,14 @@ def chosen_passes(layout: Layout, mask: Mask, shape: Shape, speeds: Speeds) -> t
 
 
 @lru_cache(maxsize=4096)
-def most_backward_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> Held:
+def most_backward_bytes(
+    layout: LayoutName, length: int, ranks: int, shape: Shape
+) -> Held:
     """Return the most bytes that backward holds in one moment."""
-    parts = (_part(Layout(layout, length, ranks), causal(), rank, shape) for rank in {0, ranks - 1})
+    parts = (
+        _part(Layout(layout, length, ranks), causal(), rank, shape)
+        for rank in {0, ranks - 1}
+    )
     return most_held(map(backward, parts))
 
 
@@ -57,7 +72,11 @@ def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
     assert index is not None, "it chooses"
     few, times = layout, 1.0
     if is_causal and layout.tokens_per_rank > _TOKENS:
-        few = Layout(layout.name, _TOKENS * min(layout.ranks, _MOST_RANKS), min(layout.ranks, _MOST_RANKS))
+        few = Layout(
+            layout.name,
+            _TOKENS * min(layout.ranks, _MOST_RANKS),
+            min(layout.ranks, _MOST_RANKS),
+        )
         times = layout.padded_length / few.length
     scored, chosen = _pairs(layout, mask, rank, index)
     heads = shape.heads * (shape.head_dim + shape.value_dim)
@@ -81,11 +100,16 @@ def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, 
     """Return the pairs that one rank's queries score, and those that they attend to."""
     shares = 1
     if mask == causal() and not isinstance(layout, CustomLayout):
-        shares = layout.ranks if layout.name == "striped" else 1  # each rank's is the same
+        # each rank's is the same
+        shares = layout.ranks if layout.name == "striped" else 1
         spans = _alone(layout.length).spans(0) if shares > 1 else layout.spans(rank)
         count = partial(scored_and_chosen_causally, spans, layout.length)
     else:
-        count = partial(scored_and_chosen, seen_in(mask, layout.length)(layout.positions(rank)))
+        count = partial(
+            scored_and_chosen, seen_in(mask, layout.length)(layout.positions(rank))
+        )
     scored, chosen = count(index.topk, index.size)
     near = count(index.window)[1] if index.window else 0
-    return scored / shares, (index.keys * chosen + near) / shares + index.others * layout.tokens_per_rank
+    return scored / shares, (
+        index.keys * chosen + near
+    ) / shares + index.others * layout.tokens_per_rank

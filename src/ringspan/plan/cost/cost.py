@@ -14,7 +14,13 @@ from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.chosen import scoring_flops
 from ringspan.plan.cost.folds import copied_bytes, folds_read
 from ringspan.plan.cost.kept import saved_per_token
-from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, repeated, seen_pairs
+from ringspan.plan.cost.passes import (
+    Passes,
+    attention_passes,
+    causal_pairs,
+    repeated,
+    seen_pairs,
+)
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import local_trained_bytes
 from ringspan.plan.cost.states import state_passes
@@ -65,7 +71,10 @@ class StepCost(_Time):
 
     @property
     def parts(self) -> dict[str, float]:
-        named = {"attention": self.attention_seconds, "other_computing": self.compute_seconds - self.attention_seconds}
+        named = {
+            "attention": self.attention_seconds,
+            "other_computing": self.compute_seconds - self.attention_seconds,
+        }
         beside = {"gathering": self.gather_seconds, "host_copies": self.host_seconds}
         return named | {"waiting": self.exposed_seconds} | beside
 
@@ -87,16 +96,36 @@ def model_flops(shape: ModelShape, length: int) -> float:
         * (seen_pairs(kind, length) + shape.later_pairs)
         for kind, count in counts.items()
     )
-    scanned = 3 * length * sum(count * kind.scan_flops for kind, count in counts.items())
+    scanned = (
+        3 * length * sum(count * kind.scan_flops for kind, count in counts.items())
+    )
     seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
     # Of frozen weights, whose gradients are not computed.
-    frozen = shape.matrix_parameters - shape.trained_of_layers(shape.layers) if shape.lora else 0
-    scored = sum(count * scoring_flops(kind.index, length) for kind, count in counts.items() if kind.index)
-    return training_flops(shape.matrix_parameters, length, pairs) - 2.0 * frozen * length + scanned + seen + scored
+    frozen = (
+        shape.matrix_parameters - shape.trained_of_layers(shape.layers)
+        if shape.lora
+        else 0
+    )
+    scored = sum(
+        count * scoring_flops(kind.index, length)
+        for kind, count in counts.items()
+        if kind.index
+    )
+    return (
+        training_flops(shape.matrix_parameters, length, pairs)
+        - 2.0 * frozen * length
+        + scanned
+        + seen
+        + scored
+    )
 
 
 def step_cost(
-    shape: ModelShape, setting: Setting, device: Device, batch: int, attention: Passes = attention_passes
+    shape: ModelShape,
+    setting: Setting,
+    device: Device,
+    batch: int,
+    attention: Passes = attention_passes,
 ) -> StepCost:
     """Return the cost of an optimizer step of ``batch`` sequences, split into micro-steps on each replica.
 
@@ -121,14 +150,19 @@ def step_cost(
         numbers = local_trained_bytes(shape, setting)
         copied = _HOST_STEP_COPIES * numbers
         # The host's memory is taken to be as fast as the device's link to it.
-        seconds = total.seconds + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
+        seconds = (
+            total.seconds
+            + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
+        )
         total = replace(total, seconds=seconds, host_bytes=total.host_bytes + copied)
     return StepCost(
         flops=flops,
         tokens=batch * setting.length,
         mfu=flops / (total.seconds * device.flops * setting.devices),
         gather_seconds=total.shard_bytes / device.bandwidth(setting.devices),
-        host_seconds=total.host_bytes / 2 / device.host_bandwidth if device.host_bandwidth else 0.0,
+        host_seconds=total.host_bytes / 2 / device.host_bandwidth
+        if device.host_bandwidth
+        else 0.0,
         **vars(total),
     )
 
@@ -137,16 +171,26 @@ class _LayerTimes:
     """Seconds of one layer, forward and backward, on one rank, in the last micro-step or an earlier one."""
 
     def __init__(
-        self, shape: ModelShape, setting: Setting, device: Device, attention: Passes, *, is_last: bool
+        self,
+        shape: ModelShape,
+        setting: Setting,
+        device: Device,
+        attention: Passes,
+        *,
+        is_last: bool,
     ) -> None:
         self.is_last = is_last
         self.passes = attention
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
-        self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
+        # of the embedding, and of the head's gradient
+        self.root_sums = 2 if self.shape.vocab < shape.vocab else 0
         self.kept = 0.0
         if setting.offload == "activations":
-            self.kept = saved_per_token(self.shape, setting.fold, shape.layers) / shape.layers
-        self.first = int(setting.folds > 1)  # a forward pass of all folds, which backward repeats for each
+            self.kept = (
+                saved_per_token(self.shape, setting.fold, shape.layers) / shape.layers
+            )
+        # a forward pass of all folds, which backward repeats for each
+        self.first = int(setting.folds > 1)
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
         self.again = setting.checkpoint != "none"
@@ -155,54 +199,112 @@ class _LayerTimes:
         self.made_again = 1 - 1 / setting.layers_per_checkpoint
 
     def matrices(self, weights: float) -> float:
-        return 2.0 * weights * self.setting.tokens / (self.peak * self.device.matmul_efficiency)
+        return (
+            2.0
+            * weights
+            * self.setting.tokens
+            / (self.peak * self.device.matmul_efficiency)
+        )
 
     def root(self) -> _Time:
         shape = self.shape
-        compute = (self.first + (2 if shape.lora else 3)) * self.matrices(shape.outside + shape.vocab * shape.hidden)
+        compute = (self.first + (2 if shape.lora else 3)) * self.matrices(
+            shape.outside + shape.vocab * shape.hidden
+        )
         weights = self.setting.number_bytes * shape.root, shape.trained_root
-        gathers = self.setting.folds + self.first  # once in forward, where it stays whole, also for all folds
-        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums, gathers=gathers)
+        # once in forward, where it stays whole, also for all folds
+        gathers = self.setting.folds + self.first
+        return self._time(
+            compute,
+            compute,
+            weights,
+            Pass(0, 0, 0, 0),
+            sums=self.root_sums,
+            gathers=gathers,
+        )
 
     def towers(self) -> _Time:
         """Time towers and projectors on the largest share of images, with the transfer of embeddings."""
         setting, towers = self.setting, self.shape.towers
-        flops = sum(tower.flops.at(tower.share(setting.batch, setting.ring)) for tower in towers)
-        compute = flops * (4 / 3 if self.again else 1.0) / (self.peak * self.device.matmul_efficiency)
-        placed = setting.batch * sum(tower.tokens * tower.row for tower in towers) / setting.ring
+        flops = sum(
+            tower.flops.at(tower.share(setting.batch, setting.ring)) for tower in towers
+        )
+        compute = (
+            flops
+            * (4 / 3 if self.again else 1.0)
+            / (self.peak * self.device.matmul_efficiency)
+        )
+        placed = (
+            setting.batch
+            * sum(tower.tokens * tower.row for tower in towers)
+            / setting.ring
+        )
         others = max(1, setting.ring - 1)
         near = min(setting.ring, max(1, self.device.devices_per_node // setting.tp)) - 1
-        each = 2 * setting.number_bytes * placed / setting.ring  # of one other rank, there and back
-        inside, outside = near * each, (others - near) * each if setting.ring > 1 else 0.0
-        sent = inside / self.device.intra_node_bandwidth + outside / self.device.inter_node_bandwidth
+        # of one other rank, there and back
+        each = 2 * setting.number_bytes * placed / setting.ring
+        inside, outside = (
+            near * each,
+            (others - near) * each if setting.ring > 1 else 0.0,
+        )
+        sent = (
+            inside / self.device.intra_node_bandwidth
+            + outside / self.device.inter_node_bandwidth
+        )
         exchange = Pass(0, 0, inside, outside)
         weights = sum(self.shape.tower_layers)
-        return self._time(compute, compute + sent, (setting.number_bytes * weights, weights), exchange, sums=0)
+        return self._time(
+            compute,
+            compute + sent,
+            (setting.number_bytes * weights, weights),
+            exchange,
+            sums=0,
+        )
 
     def layer(self, kind: LayerKind) -> _Time:
         setting = self.setting
         passes = self._mixing(kind)
-        times = 2 + (kind.trained / kind.matrices if kind.frozen else 1) + self.made_again + self.first
+        times = (
+            2
+            + (kind.trained / kind.matrices if kind.frozen else 1)
+            + self.made_again
+            + self.first
+        )
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
             times += min(1.0, kind.feedforward / kind.matrices)
+        # read, and written in full, for each pass
         matrices = times * self.matrices(kind.matrices)
-        if kind.packed and self.device.memory_bandwidth:  # read, and written in full, for each pass
-            unpacked = self.shape.bytes_of(2 * kind.packed, kind.packed, setting.number_bytes)
-            matrices += (2 + bool(self.again) + self.first) * setting.folds * unpacked / self.device.memory_bandwidth
+        if kind.packed and self.device.memory_bandwidth:
+            unpacked = self.shape.bytes_of(
+                2 * kind.packed, kind.packed, setting.number_bytes
+            )
+            matrices += (
+                (2 + bool(self.again) + self.first)
+                * setting.folds
+                * unpacked
+                / self.device.memory_bandwidth
+            )
         attention = one_after_the_other(*passes)
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,
-            (self.shape.bytes_of(kind.parameters, kind.packed, setting.number_bytes), kind.trained),
+            (
+                self.shape.bytes_of(kind.parameters, kind.packed, setting.number_bytes),
+                kind.trained,
+            ),
             attention,
             # Of attention and feed-forward, forward and backward; of what is computed again.
-            sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * (self.made_again + self.first),
+            sums=4
+            + bool(self.again)
+            + bool(setting.feedforward_tokens)
+            + 2 * (self.made_again + self.first),
             host=2.0 * setting.tokens * self.kept + copied_bytes(kind, setting),
             # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
             # one before which stays for its own backward pass.
-            gathers=setting.folds * (2 + self.first + max(0.0, 1 - 2 / setting.layers_per_checkpoint)),
+            gathers=setting.folds
+            * (2 + self.first + max(0.0, 1 - 2 / setting.layers_per_checkpoint)),
         )
 
     def _mixing(self, kind: LayerKind) -> list[Pass]:
@@ -212,11 +314,21 @@ class _LayerTimes:
         if kind.attends:
             forward, backward = self._attend(kind, sizes, speeds)
             passes += [forward, backward]
-            passes += [forward] * self.first + self._computed_again(forward) if self.attention_again else []
+            passes += (
+                [forward] * self.first + self._computed_again(forward)
+                if self.attention_again
+                else []
+            )
             passes += self._expansions(kind)
         if kind.scan or kind.halo:
             forward, backward = state_passes(
-                setting.layout, setting.length, setting.ring, kind, setting.batch, setting.number_bytes, speeds
+                setting.layout,
+                setting.length,
+                setting.ring,
+                kind,
+                setting.batch,
+                setting.number_bytes,
+                speeds,
             )
             passes += [forward, backward] + [forward] * self.first
             is_again = self.attention_again or (self.again and setting.ring == 1)
@@ -228,11 +340,16 @@ class _LayerTimes:
         setting = self.setting
         if kind.index or not setting.latent_dim(kind):
             return []
-        own = kind.calls * self.matrices(kind.expansion)  # of which one product is among the layer's matrices
+        # of which one product is among the layer's matrices
+        own = kind.calls * self.matrices(kind.expansion)
         arrived = (setting.ring - 1) * own
-        return [Pass(seconds, seconds, 0.0, 0.0) for seconds in (arrived, 3 * arrived + own)]
+        return [
+            Pass(seconds, seconds, 0.0, 0.0) for seconds in (arrived, 3 * arrived + own)
+        ]
 
-    def _attend(self, kind: LayerKind, sizes: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
+    def _attend(
+        self, kind: LayerKind, sizes: Shape, speeds: Speeds
+    ) -> tuple[Pass, Pass]:
         """Time attention of all folds, each to itself and to those before it, whose pairs are spread over them."""
         setting, length = self.setting, self.setting.fold.length
 
@@ -248,9 +365,13 @@ class _LayerTimes:
         found = repeated(kind.calls * folds, both(kind.window, speeds), share)
         if others := folds_read(kind, setting):
             pairs = (seen_pairs(kind, folds * length) - folds * own) / others
-            slower = replace(speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0))
+            slower = replace(
+                speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0)
+            )
             earlier = repeated(kind.calls * others, both(None, slower))
-            return one_after_the_other(found[0], earlier[0]), one_after_the_other(found[1], earlier[1])
+            return one_after_the_other(found[0], earlier[0]), one_after_the_other(
+                found[1], earlier[1]
+            )
         return found
 
     def _computed_again(self, forward: Pass) -> list[Pass]:
@@ -260,25 +381,40 @@ class _LayerTimes:
         setting, device = self.setting, self.device
         sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
         return (
-            Shape(setting.batch, *sizes, setting.number_bytes, setting.latent_dim(kind), kind.index),
+            Shape(
+                setting.batch,
+                *sizes,
+                setting.number_bytes,
+                setting.latent_dim(kind),
+                kind.index,
+            ),
             Speeds(
                 self.peak * device.attention_efficiency,
                 device.intra_node_bandwidth,
                 device.inter_node_bandwidth,
-                max(1, device.devices_per_node // setting.tp),  # neighbours of a ring are as far apart as tp groups
+                # neighbours of a ring are as far apart as tp groups
+                max(1, device.devices_per_node // setting.tp),
                 on_cpu=not setting.on_gpu,
             ),
         )
 
     def _time(
-        self, compute: float, seconds: float, weights: tuple[int, int], attention: Pass, *, sums: float,
-        host: float = 0.0, gathers: float = 2,
-    ) -> _Time:  # fmt: skip
+        self,
+        compute: float,
+        seconds: float,
+        weights: tuple[int, int],
+        attention: Pass,
+        *,
+        sums: float,
+        host: float = 0.0,
+        gathers: float = 2,
+    ) -> _Time:
         """Add FSDP traffic of ``weights`` (bytes, trained numbers) and tensor-parallel sums; links overlap."""
         setting, device = self.setting, self.device
         gathered, reduced = self._shard_bytes(weights, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
-        tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
+        # a sum is reduced in parts, which are then gathered
+        tensor = sums * 2 * (1 - 1 / setting.tp) * hidden
         carried = {True: attention.intra_node_bytes, False: attention.inter_node_bytes}
         apart = setting.tp * setting.ring
         for num_bytes, ranks, distance in (
@@ -286,14 +422,21 @@ class _LayerTimes:
             (gathered, setting.ring, setting.tp),
             (reduced, setting.replicate, apart),
         ):
-            for inside, share in _shares(ranks, distance, device.devices_per_node).items():
+            for inside, share in _shares(
+                ranks, distance, device.devices_per_node
+            ).items():
                 carried[inside] += num_bytes * share
         waited = tensor / device.bandwidth(setting.tp)
-        busiest = max(carried[True] / device.intra_node_bandwidth, carried[False] / device.inter_node_bandwidth)
+        busiest = max(
+            carried[True] / device.intra_node_bandwidth,
+            carried[False] / device.inter_node_bandwidth,
+        )
         seconds = max(seconds + waited, busiest)
         if host:  # there in the forward pass, a quarter of the layer, and back in the other three
             one_way = host / 2 / device.host_bandwidth
-            seconds += max(0.0, one_way - seconds / 4) + max(0.0, one_way - seconds * 3 / 4)
+            seconds += max(0.0, one_way - seconds / 4) + max(
+                0.0, one_way - seconds * 3 / 4
+            )
         return _Time(
             seconds=seconds,
             compute_seconds=compute,
@@ -306,7 +449,9 @@ class _LayerTimes:
             host_bytes=host,
         )
 
-    def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
+    def _shard_bytes(
+        self, weights: tuple[int, int], gathers: float
+    ) -> tuple[float, float]:
         setting = self.setting
         num_bytes, trained = weights
         reduced = setting.folds * trained * _GRADIENT_BYTES
@@ -323,7 +468,9 @@ def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
     return {True: 1.0 if together > 1 else 0.0, False: 1 / together}
 
 
-def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device, bandwidth: float) -> float:
+def block_tokens_for_overlap(
+    shape: ModelShape, setting: Setting, device: Device, bandwidth: float
+) -> float:
     """Return a rank's tokens from which a forward hop computes longer than its block takes on a link.
 
     ``c = F e / B`` (``hardware.min_block_tokens``) with the efficiency e, G/H of the heads, and half of the pairs if a
@@ -331,7 +478,10 @@ def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device
     """
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
-    sent, kind = sent_itemsize(setting.comm_dtype, setting.number_bytes), shape.attention
+    sent, kind = (
+        sent_itemsize(setting.comm_dtype, setting.number_bytes),
+        shape.attention,
+    )
     share = kind.kv_heads / kind.heads
     if latent_dim := setting.latent_dim(kind):
         share = latent_dim / (kind.heads * (kind.head_dim + kind.value_dim))

@@ -19,8 +19,12 @@ class PerToken(NamedTuple):
 
 def per_token(counts: Mapping[LayerKind, int], setting: Setting) -> PerToken:
     """Return what waits of one token of a fold."""
-    keys = sum(count * setting.number_bytes * keys_of(kind) for kind, count in counts.items())
-    return PerToken(keys, sum(count * _results(kind, setting) for kind, count in counts.items()))
+    keys = sum(
+        count * setting.number_bytes * keys_of(kind) for kind, count in counts.items()
+    )
+    return PerToken(
+        keys, sum(count * _results(kind, setting) for kind, count in counts.items())
+    )
 
 
 def _results(kind: LayerKind, setting: Setting) -> float:
@@ -37,7 +41,9 @@ def _gradients(kind: LayerKind, setting: Setting, turns: int, folds: int) -> int
     """
     reached = folds_reached(kind, setting) if turns else 0
     summed = min(folds, max(0, reached - 1)) if turns > 1 else 0
-    return keys_of(kind) * (setting.number_bytes * (min(folds, reached) - summed) + _FLOAT32 * summed)
+    return keys_of(kind) * (
+        setting.number_bytes * (min(folds, reached) - summed) + _FLOAT32 * summed
+    )
 
 
 def keys_of(kind: LayerKind) -> int:
@@ -46,7 +52,11 @@ def keys_of(kind: LayerKind) -> int:
 
 def folds_reached(kind: LayerKind, setting: Setting) -> int:
     before = setting.folds - 1
-    return before if kind.window is None else min(before, -(-(kind.window - 1) // setting.fold.length))
+    return (
+        before
+        if kind.window is None
+        else min(before, -(-(kind.window - 1) // setting.fold.length))
+    )
 
 
 def folds_read(kind: LayerKind, setting: Setting) -> int:
@@ -54,24 +64,38 @@ def folds_read(kind: LayerKind, setting: Setting) -> int:
     return reached * setting.folds - reached * (reached + 1) // 2
 
 
-def waiting_bytes(local: ModelShape, setting: Setting, done: int, attending: LayerKind | None = None) -> int:
+def waiting_bytes(
+    local: ModelShape, setting: Setting, done: int, attending: LayerKind | None = None
+) -> int:
     """Return the most that waits when backward has finished ``done`` layers of a fold: of one of the last three.
 
     ``attending``: the next layer, if its attention is under way.
     """
     turns = range(min(3, setting.folds))
-    return max((_waiting(local, setting, turn, done, attending) for turn in turns), default=0)
+    return max(
+        (_waiting(local, setting, turn, done, attending) for turn in turns), default=0
+    )
 
 
-def _waiting(local: ModelShape, setting: Setting, turn: int, done: int, attending: LayerKind | None) -> int:
+def _waiting(
+    local: ModelShape,
+    setting: Setting,
+    turn: int,
+    done: int,
+    attending: LayerKind | None,
+) -> int:
     """Return the same in one fold's turn; its own keys are not kept any more."""
     earlier, left = setting.folds - 1 - turn, local.counted(local.layers - done)
     total = earlier * sum(per_token(local.counted(local.layers), setting))
     for kind, count in local.counted(local.layers).items():
         total += left.get(kind, 0) * _gradients(kind, setting, turn, earlier + 1)
-        total += (count - left.get(kind, 0)) * _gradients(kind, setting, turn + 1, earlier)
+        total += (count - left.get(kind, 0)) * _gradients(
+            kind, setting, turn + 1, earlier
+        )
     if attending is not None:  # earlier folds' gradients are summed before its own go
-        after, before = (_gradients(attending, setting, each, earlier) for each in (turn + 1, turn))
+        after, before = (
+            _gradients(attending, setting, each, earlier) for each in (turn + 1, turn)
+        )
         total += after - before
     return round(setting.fold.tokens * total)
 
@@ -81,15 +105,28 @@ def most_waiting(local: ModelShape, setting: Setting, kept: int = 0) -> int:
     if setting.folds == 1:
         return kept
     whole, folds = per_token(local.counted(local.layers), setting), setting.folds
-    forward = round(setting.fold.tokens * ((folds - 1) * whole.keys + folds * whole.results))
-    return max(forward, kept + waiting_bytes(local, setting, 0), waiting_bytes(local, setting, local.layers))
+    forward = round(
+        setting.fold.tokens * ((folds - 1) * whole.keys + folds * whole.results)
+    )
+    return max(
+        forward,
+        kept + waiting_bytes(local, setting, 0),
+        waiting_bytes(local, setting, local.layers),
+    )
 
 
 def brought_bytes(kind: LayerKind, setting: Setting) -> int:
     """Return what is on the device of one layer's other folds: of the one that computes and of the next."""
-    others, a = min(setting.folds - 1, folds_reached(kind, setting)), setting.number_bytes
-    turns = enumerate((0, a, _FLOAT32)[: setting.folds])  # of the last folds, by what a gradient has by then
-    most = max(min(2, others, setting.folds - 1 - turn) * (a + gradient) for turn, gradient in turns)
+    others, a = (
+        min(setting.folds - 1, folds_reached(kind, setting)),
+        setting.number_bytes,
+    )
+    # of the last folds, by what a gradient has by then
+    turns = enumerate((0, a, _FLOAT32)[: setting.folds])
+    most = max(
+        min(2, others, setting.folds - 1 - turn) * (a + gradient)
+        for turn, gradient in turns
+    )
     return setting.fold.tokens * most * keys_of(kind)
 
 
@@ -97,7 +134,11 @@ def copied_bytes(kind: LayerKind, setting: Setting) -> float:
     """Return a layer's bytes of a step that go to the host and come back, on one rank, both ways together."""
     if setting.folds == 1 or setting.offload == "none":
         return 0.0
-    tokens, numbers, reads = setting.fold.tokens, keys_of(kind), folds_read(kind, setting)
+    tokens, numbers, reads = (
+        setting.fold.tokens,
+        keys_of(kind),
+        folds_read(kind, setting),
+    )
     again = 3 if setting.checkpoint == "full" else 1  # forward passes of attention
     a, firsts = setting.number_bytes, setting.folds - 1 if reads else 0
     keys = a * numbers * (setting.folds - 1 + reads * (again + 1))

@@ -12,18 +12,30 @@ _FLOAT32 = 4
 def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     """Return bytes per token by ``kinds.PARTS``, of attention's result and log-sum-exp, and of mixing by states."""
     a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
-    parts = {name: each.bytes(a, norms_in_chunks=in_chunks) for name, each in zip(PARTS, kind.kept, strict=True)}
-    if setting.latent_dim(kind):  # keys, and the product that holds their other part and values, are expanded again
+    # keys, and the product that holds their other part and values, are expanded again
+    parts = {
+        name: each.bytes(a, norms_in_chunks=in_chunks)
+        for name, each in zip(PARTS, kind.kept, strict=True)
+    }
+    if setting.latent_dim(kind):
         expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
         parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
     if kind.index and kind.index.window:
-        parts["heads"] += _FLOAT32 * (kind.index.window + kind.index.most(setting.length))  # columns, int32
-    return parts | {"attention": result_bytes(kind, setting), "mixing": a * (kind.mixed + 2 * _out(kind))}
+        # columns, int32
+        parts["heads"] += _FLOAT32 * (
+            kind.index.window + kind.index.most(setting.length)
+        )
+    return parts | {
+        "attention": result_bytes(kind, setting),
+        "mixing": a * (kind.mixed + 2 * _out(kind)),
+    }
 
 
 def result_bytes(kind: LayerKind, setting: Setting) -> int:
     """Return the bytes of a token's result and log-sum-exp, and of its choice."""
-    return kind.calls * (setting.number_bytes * kind.out_size + _FLOAT32 * kind.heads) + chosen_bytes(kind, setting)
+    return kind.calls * (
+        setting.number_bytes * kind.out_size + _FLOAT32 * kind.heads
+    ) + chosen_bytes(kind, setting)
 
 
 def chosen_bytes(kind: LayerKind, setting: Setting) -> int:
@@ -35,27 +47,50 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
     if setting.checkpoint == "none":
         left = "feedforward" if setting.feedforward_tokens else ""
         rows = ((parts_of(kind, setting), count) for kind, count in counts.items())
-        return sum(count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows)
-    inputs = a * local.hidden * local.streams * -(-layers // setting.layers_per_checkpoint)
+        return sum(
+            count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows
+        )
+    inputs = (
+        a * local.hidden * local.streams * -(-layers // setting.layers_per_checkpoint)
+    )
     inputs += a * sum(kind.shared * count for kind, count in counts.items())
     if setting.checkpoint == "full":
-        passed = ((kind, count) for kind, count in counts.items() if kind.index and kind.index.is_passed)
-        return inputs + sum(count * chosen_bytes(kind, setting) for kind, count in passed)
+        passed = (
+            (kind, count)
+            for kind, count in counts.items()
+            if kind.index and kind.index.is_passed
+        )
+        return inputs + sum(
+            count * chosen_bytes(kind, setting) for kind, count in passed
+        )
     # On one rank nothing is exchanged, so results of states are recomputed; results of convolutions always are.
-    outs = {kind: a * kind.scan.out for kind in counts if kind.scan and setting.ring > 1}
-    return inputs + sum(count * (outs.get(kind, 0) + result_bytes(kind, setting)) for kind, count in counts.items())
+    outs = {
+        kind: a * kind.scan.out for kind in counts if kind.scan and setting.ring > 1
+    }
+    return inputs + sum(
+        count * (outs.get(kind, 0) + result_bytes(kind, setting))
+        for kind, count in counts.items()
+    )
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
     if setting.checkpoint == "full":
         return 0
-    return sum(count * span_bytes(kind, setting) for kind, count in local.counted(layers).items())
+    return sum(
+        count * span_bytes(kind, setting)
+        for kind, count in local.counted(layers).items()
+    )
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
     states = _FLOAT32 * (kind.scan.state + kind.scan.map_) if kind.scan else 0
     each = states + setting.number_bytes * kind.halo * kind.channels
-    return each and setting.batch * span_states(setting.layout, setting.length, setting.ring) * each
+    return (
+        each
+        and setting.batch
+        * span_states(setting.layout, setting.length, setting.ring)
+        * each
+    )
 
 
 def mixing_backward_bytes(kind: LayerKind, setting: Setting) -> int:

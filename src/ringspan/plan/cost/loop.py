@@ -13,15 +13,26 @@ from ringspan.core.schedule.events import backward
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.steps import Accumulate, Compute, Convert, Event, Free, Make, Part
+from ringspan.core.schedule.steps import (
+    Accumulate,
+    Compute,
+    Convert,
+    Event,
+    Free,
+    Make,
+    Part,
+)
 from ringspan.core.schedule.workspace import Returning, Shape
 
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
 # A schedule has hops x owners, and TPUs thousands of devices in what counts as a node: beyond, of as many nodes with
 # fewer ranks, which hold the same.
 _MOST_RANKS: Final = 512
-_TOKENS: Final = 64  # of a rank in the schedule that is walked: what is held grows with them
-_MANY_TOKENS: Final = 1 << 16  # beside which the factors of a scaled block are nothing, as in training
+_TOKENS: Final = (
+    64  # of a rank in the schedule that is walked: what is held grows with them
+)
+# beside which the factors of a scaled block are nothing, as in training
+_MANY_TOKENS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,9 @@ def loop_bytes(
     types = number_bytes, gradient_bytes or number_bytes
     # Beside a group that computes, gathered passes hold the keys of the next and the gradients of the last.
     groups_held = min(groups, 3 if route.name == "all-gather" else 2)
-    return _share(layout, ranks, route, *shares, groups_held, types, comm_dtype, in_place).times(unit / groups)
+    return _share(
+        layout, ranks, route, *shares, groups_held, types, comm_dtype, in_place
+    ).times(unit / groups)
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
@@ -103,7 +116,9 @@ def _share(
         )
         for rank in {0, ranks - 1}
     )
-    walks = (backward(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
+    walks = (
+        backward(replace(part, kernel=Returning(part.group, pieces))) for part in parts
+    )
     return most_held(walks).times(1 / tokens)
 
 
@@ -116,9 +131,19 @@ def _highest(events: Iterable[Event]) -> Held:
     highest, sums, in_transit = Held(0, 0), 0, 0
     for event in events:
         if isinstance(event, Make | Free):
-            change = event.buffer.num_bytes if isinstance(event, Make) else -event.buffer.num_bytes
-            sums, in_transit = (sums + change, in_transit) if event.buffer.is_sum else (sums, in_transit + change)
-        taken = event.num_bytes if isinstance(event, Compute | Convert | Accumulate) else 0
+            change = (
+                event.buffer.num_bytes
+                if isinstance(event, Make)
+                else -event.buffer.num_bytes
+            )
+            sums, in_transit = (
+                (sums + change, in_transit)
+                if event.buffer.is_sum
+                else (sums, in_transit + change)
+            )
+        taken = (
+            event.num_bytes if isinstance(event, Compute | Convert | Accumulate) else 0
+        )
         if sums + in_transit + taken > highest.total:
             highest = Held(sums + taken, in_transit)
     return highest

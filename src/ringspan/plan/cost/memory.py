@@ -19,7 +19,12 @@ from ringspan.plan.cost.chosen import most_backward_bytes
 from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
-from ringspan.plan.cost.shards import local_parameter_bytes, local_trained_bytes, moment_bytes, trained_number_bytes
+from ringspan.plan.cost.shards import (
+    local_parameter_bytes,
+    local_trained_bytes,
+    moment_bytes,
+    trained_number_bytes,
+)
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
@@ -45,7 +50,13 @@ class Memory:
     @property
     def reserve_bytes(self) -> int:
         """Bytes on top that the caching allocator holds in blocks that nothing fits."""
-        return round(RESERVE * sum(self.bytes[name] for name in ("activations", "temporaries", "communication")))
+        return round(
+            RESERVE
+            * sum(
+                self.bytes[name]
+                for name in ("activations", "temporaries", "communication")
+            )
+        )
 
     @property
     def needed_bytes(self) -> int:
@@ -57,9 +68,13 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
     check_setting(shape, setting)
     step = _Step(shape, setting)
     moments = (
-        step.gather(), *step.losses(), *step.layers(), *step.towers(), *step.embedding(),
+        step.gather(),
+        *step.losses(),
+        *step.layers(),
+        *step.towers(),
+        *step.embedding(),
         step.update(),
-    )  # fmt: skip
+    )
     return max(moments, key=lambda memory: memory.peak_bytes)
 
 
@@ -73,33 +88,50 @@ class _Step:
     """Moments of a step on a rank with its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
-        self.shape, self.whole, self.setting = shape.split(setting.tp), setting, setting.fold
+        self.shape, self.whole, self.setting = (
+            shape.split(setting.tp),
+            setting,
+            setting.fold,
+        )
         setting = setting.fold
         self.a, self.p = setting.number_bytes, trained_number_bytes(shape, setting)
         self.tokens, self.ranks = setting.tokens, setting.ring
         self._attention_bytes: dict[LayerKind, tuple[int, int]] = {}
         self.root, kinds = self.shape.root, self.shape.counted(self.shape.layers)
         self.layer = max(kind.trained for kind in kinds)
-        self.layer_bytes = max(self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds)
-        self.unpacked = self.a * max(kind.packed for kind in kinds)  # of one layer, while it computes
+        self.layer_bytes = max(
+            self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds
+        )
+        # of one layer, while it computes
+        self.unpacked = self.a * max(kind.packed for kind in kinds)
         self.parameters = local_parameter_bytes(shape, setting)
-        self.trained, self.moments = local_trained_bytes(shape, setting), moment_bytes(shape, setting)
+        self.trained, self.moments = (
+            local_trained_bytes(shape, setting),
+            moment_bytes(shape, setting),
+        )
         self.hidden = self.tokens * self.a * shape.hidden
         self.saved = partial(kept.saved_per_token, self.shape, setting)
         self.states = partial(kept.states_bytes, self.shape, setting)
         in_chunks = bool(setting.norm_tokens)
-        around, last_norm = (each.bytes(self.a, norms_in_chunks=in_chunks) for each in shape.around)
+        around, last_norm = (
+            each.bytes(self.a, norms_in_chunks=in_chunks) for each in shape.around
+        )
         self.inputs = self.whole.tokens * _INDICES + self.tokens * around
         self.end = self.hidden + self.tokens * last_norm
         self.seen = kept.seen_bytes(shape, setting)
         self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
-        self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
+        # the root's parameters stay whole from the first layer to the last gradient
+        self.gathered = self.a * self.root
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
         """Return what ``layers`` layers keep on the device (offloaded: prefetched pieces), with recomputed inputs."""
         setting = self.setting
         segment = setting.layers_per_checkpoint
-        again = max(0, layers % segment - 1) * self.hidden * self.shape.streams if backward else 0
+        again = (
+            max(0, layers % segment - 1) * self.hidden * self.shape.streams
+            if backward
+            else 0
+        )
         if setting.offload == "none":
             return self.tokens * self.saved(layers) + self.states(layers) + again
         ahead = min(1, layers)
@@ -108,12 +140,23 @@ class _Step:
         return self.tokens * self.saved(ahead) + again if backward else 0
 
     def memory(
-        self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0,
-        done: int | None = None, attending: LayerKind | None = None,
-    ) -> Memory:  # fmt: skip
+        self,
+        moment: str,
+        *,
+        activations: int = 0,
+        temporaries: int = 0,
+        communication: int = 0,
+        gradients: int = 0,
+        done: int | None = None,
+        attending: LayerKind | None = None,
+    ) -> Memory:
         """Build a moment, in a layer's backward pass when ``done`` later layers are finished."""
         on_device = done is not None and self.setting.offload == "none"
-        waiting = waiting_bytes(self.shape, self.whole, done or 0, attending) if on_device else 0
+        waiting = (
+            waiting_bytes(self.shape, self.whole, done or 0, attending)
+            if on_device
+            else 0
+        )
         return Memory(
             moment,
             {
@@ -128,15 +171,20 @@ class _Step:
 
     def gather(self) -> Memory:
         """Moment when the root's gathered parameters are copied out, with the first layer's in flight."""
-        return self.memory("gathering", communication=2 * (self.gathered + self.layer_bytes))
+        return self.memory(
+            "gathering", communication=2 * (self.gathered + self.layer_bytes)
+        )
 
     def losses(self) -> list[Memory]:
         """Moments when the loss has gradients of a chunk of logits, and when backward casts the head's float32 one."""
         setting = self.setting
         loss = loss_bytes(
-            self.shape.hidden, self.shape.vocab, self.a, chunk_tokens=min(setting.loss_chunk_tokens, self.tokens),
+            self.shape.hidden,
+            self.shape.vocab,
+            self.a,
+            chunk_tokens=min(setting.loss_chunk_tokens, self.tokens),
             chunk_vocabulary=setting.loss_chunk_vocabulary,
-        )  # fmt: skip
+        )
         sums, rounded = (0, 0) if self.shape.lora else (loss.sums, loss.rounded)
         return [
             self.memory(
@@ -146,7 +194,10 @@ class _Step:
                 communication=self.gathered + self.layer_bytes,
                 done=0,
             )
-            for moment, temporaries in (("loss", loss.block), ("loss backward", rounded))
+            for moment, temporaries in (
+                ("loss", loss.block),
+                ("loss backward", rounded),
+            )
         ]
 
     def layers(self) -> list[Memory]:
@@ -154,11 +205,25 @@ class _Step:
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
         # Of layers that differ the last of each kind, when most is kept.
-        differ = {layers - 1 - number for number in {kind: at for at, kind in enumerate(self.shape.kinds)}.values()}
+        differ = {
+            layers - 1 - number
+            for number in {
+                kind: at for at, kind in enumerate(self.shape.kinds)
+            }.values()
+        }
         done = sorted({0, min(1, layers - 1), layers - 1} | ends | differ)
         parts = (self._feedforward, self._norm, self._attention)
-        found = [moment(number) for number in done for moment in parts if self._has(moment, number)]
-        return found + [self._mixing(number) for number in sorted(differ) if self._kind(number).mixed]
+        found = [
+            moment(number)
+            for number in done
+            for moment in parts
+            if self._has(moment, number)
+        ]
+        return found + [
+            self._mixing(number)
+            for number in sorted(differ)
+            if self._kind(number).mixed
+        ]
 
     def _kind(self, done: int) -> LayerKind:
         return self.shape.kinds[self.shape.layers - 1 - done]
@@ -167,16 +232,30 @@ class _Step:
         kind = self._kind(done)
         return kind.attends if moment == self._attention else bool(kind.intermediate)
 
-    def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
+    def _backward(
+        self,
+        moment: str,
+        done: int,
+        activations: int,
+        temporaries: int,
+        communication: int = 0,
+    ) -> Memory:
         """Build a moment of a layer's backward pass when ``done`` later layers are finished."""
         layers = self.shape.layers
-        reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
+        # the last one's gradients, on their way in float32
+        reducing = _FLOAT32 * self.layer if done else 0
         prefetched = self.layer_bytes if done + 1 < layers else 0
         return self.memory(
             moment,
-            activations=self.kept(layers - 1 - done, backward=True) + activations + self.seen,
+            activations=self.kept(layers - 1 - done, backward=True)
+            + activations
+            + self.seen,
             temporaries=self.a * self.head + self.hidden + self.unpacked + temporaries,
-            communication=self.gathered + self.layer_bytes + prefetched + reducing + communication,
+            communication=self.gathered
+            + self.layer_bytes
+            + prefetched
+            + reducing
+            + communication,
             gradients=self.p * self.shape.trained_of_layers(done) // self.ranks,
             done=done,
             attending=self._kind(done) if moment == ATTENTION_MOMENT else None,
@@ -184,11 +263,18 @@ class _Step:
 
     def _made_again(self, kind: LayerKind) -> dict[str, int]:
         """Return what a layer holds when its backward pass begins: kept, or recomputed."""
-        parts = {name: self.tokens * size for name, size in kept.parts_of(kind, self.setting).items()}
+        parts = {
+            name: self.tokens * size
+            for name, size in kept.parts_of(kind, self.setting).items()
+        }
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
-            norms_copy = self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
+            norms_copy = (
+                self.shape.has_rms
+                and self.a < _FLOAT32
+                and not self.setting.norm_tokens
+            )
             parts["input"] = self.hidden if norms_copy else 0
         return parts
 
@@ -198,70 +284,123 @@ class _Step:
     def _feedforward(self, done: int) -> Memory:
         """Moment at the product's gradient: three of its size (of a chunk, with all tokens' and weights' gradients)."""
         shape, a, kind = self.shape, self.a, self._kind(done)
-        chunk, made = self.setting.feedforward_tokens, sum(self._made_again(kind).values())
+        chunk, made = (
+            self.setting.feedforward_tokens,
+            sum(self._made_again(kind).values()),
+        )
         if not chunk:
             wide = self.tokens * a * kind.intermediate
             # Of a product's weight; of experts, of all that are in one tensor.
             weight = self._gradients(kind, kind.feedforward // kind.products)
-            return self._backward("feed-forward backward", done, made, 2 * wide + weight)
-        parts = kept.parts_of(kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
-        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * self._gradients(kind, kind.feedforward) // a
+            return self._backward(
+                "feed-forward backward", done, made, 2 * wide + weight
+            )
+        parts = (
+            kept.parts_of(kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
+        )
+        weights = (
+            (_FLOAT32 + (a if a < _FLOAT32 else 0))
+            * self._gradients(kind, kind.feedforward)
+            // a
+        )
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
-        return self._backward("feed-forward backward", done, made, self.hidden + here + weights)
+        return self._backward(
+            "feed-forward backward", done, made, self.hidden + here + weights
+        )
 
     def _norm(self, done: int) -> Memory:
         """Backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
         kind = self._kind(done)
-        held = sum(size for name, size in self._made_again(kind).items() if name != "feedforward")
+        held = sum(
+            size
+            for name, size in self._made_again(kind).items()
+            if name != "feedforward"
+        )
         made = self.hidden
         if self.shape.has_rms:
-            copies, rows = 4 * _FLOAT32 * self.shape.hidden, min(self.setting.norm_tokens, self.tokens)
+            copies, rows = (
+                4 * _FLOAT32 * self.shape.hidden,
+                min(self.setting.norm_tokens, self.tokens),
+            )
             # A chunk is computed again, its gradient made before it is put to the others.
             again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
-            made = self.hidden + rows * (copies + again) if rows else self.tokens * copies
-        return self._backward("norm backward", done, held, made + self._gradients(kind, kind.feedforward))
+            made = (
+                self.hidden + rows * (copies + again) if rows else self.tokens * copies
+            )
+        return self._backward(
+            "norm backward", done, held, made + self._gradients(kind, kind.feedforward)
+        )
 
     def _mixing(self, done: int) -> Memory:
         """Backward of a recurrence or convolution: inputs, results and their gradients."""
         kind = self._kind(done)
         made = self._made_again(kind)
-        held = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
+        held = sum(
+            made.get(name, 0)
+            for name in ("input", "norm", "heads", "attention", "mixing")
+        )
         weights = self._gradients(kind, kind.parameters - kind.feedforward)
-        return self._backward("state backward", done, held, weights + kept.mixing_backward_bytes(kind, self.setting))
+        return self._backward(
+            "state backward",
+            done,
+            held,
+            weights + kept.mixing_backward_bytes(kind, self.setting),
+        )
 
     def _attention(self, done: int) -> Memory:
         """Moment in the ring's backward pass: inputs, results and what the loop holds."""
         shape, kind = self.shape, self._kind(done)
         made = self._made_again(kind)
-        ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
+        ours = sum(
+            made.get(name, 0)
+            for name in ("input", "norm", "heads", "attention", "mixing")
+        )
         # Queries that are absorbed have results of more numbers than the projection after them takes.
-        out = min(kind.mixing, shape.hidden * kind.out_size) if kind.index else shape.hidden * kind.out_size
+        out = (
+            min(kind.mixing, shape.hidden * kind.out_size)
+            if kind.index
+            else shape.hidden * kind.out_size
+        )
         weights = self._gradients(kind, kind.parameters - kind.mixing + out)
         dout = self.tokens * self.a * kind.out_size
         if kind not in self._attention_bytes:
             self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)
+        # own keys' gradients and the queries' sum wait for those of earlier folds
         held, in_transit = self._attention_bytes[kind]
-        if self.whole.folds > 1:  # own keys' gradients and the queries' sum wait for those of earlier folds
+        if self.whole.folds > 1:
             queries = _FLOAT32 * kind.heads * kind.head_dim
             held += self.tokens * (queries + self.a * keys_of(kind))
             if self.setting.offload != "none":
                 held += brought_bytes(kind, self.whole)
-        return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
+        return self._backward(
+            ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit
+        )
 
     def towers(self) -> list[Memory]:
         """Backward of a tower's last layer: recomputed, its gradients, those of embeddings."""
         shape, setting = self.shape, self.setting
         if not shape.towers:
             return []
-        largest, placed = max(shape.tower_layers), sum(tower.tokens * tower.row for tower in shape.towers)
-        made = sum(t.share(setting.batch, self.ranks) * t.tokens / t.units * t.row for t in shape.towers)
-        layer = max(tower.saved.at(tower.share(setting.batch, self.ranks)) // tower.layers for tower in shape.towers)
+        largest, placed = (
+            max(shape.tower_layers),
+            sum(tower.tokens * tower.row for tower in shape.towers),
+        )
+        made = sum(
+            t.share(setting.batch, self.ranks) * t.tokens / t.units * t.row
+            for t in shape.towers
+        )
+        layer = max(
+            tower.saved.at(tower.share(setting.batch, self.ranks)) // tower.layers
+            for tower in shape.towers
+        )
         again = 0 if setting.checkpoint == "none" else layer
         return [
             self.memory(
                 "tower backward",
                 activations=self.seen + again,
-                temporaries=self.a * (self.head + round(made) + setting.batch * placed // self.ranks) + layer,
+                temporaries=self.a
+                * (self.head + round(made) + setting.batch * placed // self.ranks)
+                + layer,
                 communication=self.gathered + (2 * self.a + _FLOAT32) * largest,
                 gradients=self.p * shape.trained_of_layers(shape.layers) // self.ranks,
             )
@@ -270,8 +409,12 @@ class _Step:
     def embedding(self) -> list[Memory]:
         """Moments when the root has its gradients: after all layers, copied to be reduced, and reduced."""
         root = self.shape.trained_root
-        gradients, own = self.p * (self.shape.trained - root) // self.ranks, self.a * root
-        tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
+        gradients, own = (
+            self.p * (self.shape.trained - root) // self.ranks,
+            self.a * root,
+        )
+        # the head's, the embedding's, and their sum
+        tied = 2 * self.a * self.head if self.shape.tied else 0
         reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * root // self.ranks
         return [
             self.memory(
@@ -280,7 +423,12 @@ class _Step:
                 communication=self.gathered + _FLOAT32 * self.layer,
                 gradients=gradients,
             ),
-            self.memory("embedding reduction", temporaries=own, communication=_FLOAT32 * root, gradients=gradients),
+            self.memory(
+                "embedding reduction",
+                temporaries=own,
+                communication=_FLOAT32 * root,
+                gradients=gradients,
+            ),
             # The head's gradient outlives its copy.
             self.memory(
                 "embedding reduction",
@@ -292,7 +440,9 @@ class _Step:
 
     def update(self) -> Memory:
         """AdamW, which on a GPU takes the roots of all second moments at once, unless they are packed."""
-        one_by_one = self.setting.optimizer_on_host or self.setting.optimizer_state != "float32"
+        one_by_one = (
+            self.setting.optimizer_on_host or self.setting.optimizer_state != "float32"
+        )
         roots = self.trained if self.setting.on_gpu and not one_by_one else 0
         return self.memory("optimizer", temporaries=roots, gradients=self.trained)
 
@@ -310,21 +460,41 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(kind.heads, kind.kv_heads, way.ulysses)[0]
     # Numbers of a local token: queries, results, and keys with values.
-    queries, outs = (way.ulysses * _count(mine.queries) * size for size in (kind.head_dim, kind.value_dim))
+    queries, outs = (
+        way.ulysses * _count(mine.queries) * size
+        for size in (kind.head_dim, kind.value_dim)
+    )
     keys = way.ulysses * _count(mine.keys) * (kind.head_dim + kind.value_dim)
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
     head_groups = _head_groups(setting, kind, mine, between, groups)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
     summed = _FLOAT32 if way.ulysses > kind.kv_heads else a
     sizes = queries, keys, head_groups, a, summed
-    per_token = loop_bytes(setting.layout, groups, between, *sizes, setting.comm_dtype, in_place=setting.on_gpu)
+    per_token = loop_bytes(
+        setting.layout,
+        groups,
+        between,
+        *sizes,
+        setting.comm_dtype,
+        in_place=setting.on_gpu,
+    )
     held = per_token.times(tokens)
     results = tokens * (a * queries + keys * summed)
     if way.ulysses == 1:
         return results + round(held.sums), round(held.in_transit)
     lse = _FLOAT32 * kind.heads
-    copies, others = tokens * (a * (queries + 2 * outs + keys) + lse), 1 - 1 / way.ulysses
-    back = a * tokens * (kind.heads * kind.head_dim + kind.kv_heads * (kind.head_dim + kind.value_dim))
+    copies, others = (
+        tokens * (a * (queries + 2 * outs + keys) + lse),
+        1 - 1 / way.ulysses,
+    )
+    back = (
+        a
+        * tokens
+        * (
+            kind.heads * kind.head_dim
+            + kind.kv_heads * (kind.head_dim + kind.value_dim)
+        )
+    )
     moments = (
         (copies, 2 * others * copies),
         (copies + results + round(held.sums), round(held.in_transit)),
@@ -333,9 +503,14 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
 
 
-def _chosen_backward_bytes(kind: LayerKind, index: Index, setting: Setting) -> tuple[int, int]:
+def _chosen_backward_bytes(
+    kind: LayerKind, index: Index, setting: Setting
+) -> tuple[int, int]:
     """Return the same of attention to chosen keys: their positions are unpacked, then looked up."""
-    sizes, a = (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim), setting.number_bytes
+    sizes, a = (
+        (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim),
+        setting.number_bytes,
+    )
     shape = Shape(setting.batch, *sizes, a, index=index)
     held = most_backward_bytes(setting.layout, setting.length, setting.ring, shape)
     columns = index.window + index.most(setting.length) * index.keys
@@ -343,21 +518,44 @@ def _chosen_backward_bytes(kind: LayerKind, index: Index, setting: Setting) -> t
     return round(held.sums) + setting.tokens * here, round(held.in_transit)
 
 
-def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -> tuple[int, int]:
+def _latent_backward_bytes(
+    kind: LayerKind, setting: Setting, latent_dim: int
+) -> tuple[int, int]:
     """Return the same where latents travel, once for all heads; keys of one group of heads exist at once."""
-    a, tokens, way = setting.number_bytes, setting.tokens, Route.parse(setting.route_of(kind), setting.ring)
+    a, tokens, way = (
+        setting.number_bytes,
+        setting.tokens,
+        Route.parse(setting.route_of(kind), setting.ring),
+    )
     queries, heads = kind.heads * kind.head_dim, slice(0, kind.heads)
-    held = loop_bytes(setting.layout, setting.ring, way, queries, latent_dim, 1, a, a, setting.comm_dtype).times(tokens)
+    held = loop_bytes(
+        setting.layout,
+        setting.ring,
+        way,
+        queries,
+        latent_dim,
+        1,
+        a,
+        a,
+        setting.comm_dtype,
+    ).times(tokens)
     both = kind.head_dim + kind.value_dim
-    group = kind.heads // _head_groups(setting, kind, Heads(heads, heads), way, setting.ring)
-    expanded = a * tokens * group * (both + kind.head_dim - kind.rotary)  # as a product, and with the rotary part
+    group = kind.heads // _head_groups(
+        setting, kind, Heads(heads, heads), way, setting.ring
+    )
+    # as a product, and with the rotary part
+    expanded = a * tokens * group * (both + kind.head_dim - kind.rotary)
     gradients = (a + max(a, _FLOAT32)) * tokens * group * both
     weights = max(a, _FLOAT32) * kind.latent * kind.heads * (both - kind.rotary)
     results = a * tokens * (queries + latent_dim)
-    return results + round(held.sums) + expanded + gradients + weights, round(held.in_transit)
+    return results + round(held.sums) + expanded + gradients + weights, round(
+        held.in_transit
+    )
 
 
-def _head_groups(setting: Setting, kind: LayerKind, mine: Heads, way: Route, ranks: int) -> int:
+def _head_groups(
+    setting: Setting, kind: LayerKind, mine: Heads, way: Route, ranks: int
+) -> int:
     tokens = setting.tokens * setting.ring // ranks
     return head_groups(
         setting.batch * _count(mine.queries),
@@ -365,7 +563,11 @@ def _head_groups(setting: Setting, kind: LayerKind, mine: Heads, way: Route, ran
         ranks,
         tile_pairs(setting.layout, setting.length // ranks),
         on_cpu=not setting.on_gpu,
-        blocks=2 if way.name != "all-gather" else ranks if setting.layout == "striped" else 2 * ranks,
+        blocks=2
+        if way.name != "all-gather"
+        else ranks
+        if setting.layout == "striped"
+        else 2 * ranks,
         rank_pairs=ranks * tokens**2 // 2,
         key_bytes=setting.number_bytes * tokens * _count(mine.keys) * kind.head_dim,
     )

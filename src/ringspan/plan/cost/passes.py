@@ -23,7 +23,9 @@ _FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
 
 
 # Forward and backward of one causal attention, on the rank that takes longest: what ``attention_passes`` is.
-Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds, str], tuple[Pass, Pass]]
+Passes = Callable[
+    [LayoutName, int, int, int | None, str, Shape, Speeds, str], tuple[Pass, Pass]
+]
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -46,8 +48,15 @@ def even_passes(
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
-    pairs = (causal_pairs(length - 1, window),) * 2 if shape.index is None else computed_pairs(length, shape)
-    flops = (pair_flops(shape, is_backward=back) / ranks / speeds.flops for back in (False, True))
+    pairs = (
+        (causal_pairs(length - 1, window),) * 2
+        if shape.index is None
+        else computed_pairs(length, shape)
+    )
+    flops = (
+        pair_flops(shape, is_backward=back) / ranks / speeds.flops
+        for back in (False, True)
+    )
     forward, backward = (count * each for count, each in zip(pairs, flops, strict=True))
     return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
 
@@ -61,11 +70,27 @@ def attention_passes(
     if shape.index is not None:
         return chosen_passes(Layout(layout, length, ranks), causal(), shape, speeds)
     if shape.batch > 1:
-        one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
+        one = attention_passes(
+            layout,
+            length,
+            ranks,
+            window,
+            route,
+            replace(shape, batch=1),
+            speeds,
+            comm_dtype,
+        )
         return repeated(shape.batch, one)
     way = Route.parse(route, ranks)
-    split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
-    if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:
+    split, usual = (
+        Layout(layout, length, ranks),
+        Layout(layout, _TOKENS // way.ulysses * ranks, ranks),
+    )
+    if (
+        window is None
+        and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS
+        and split != usual
+    ):
         times = split.tokens_per_rank / usual.tokens_per_rank
         slower = replace(
             speeds,
@@ -73,39 +98,67 @@ def attention_passes(
             intra_node_bytes=speeds.intra_node_bytes / times,
             inter_node_bytes=speeds.inter_node_bytes / times,
         )
-        forward, backward = attention_passes(layout, usual.length, ranks, None, route, shape, slower, comm_dtype)
+        forward, backward = attention_passes(
+            layout, usual.length, ranks, None, route, shape, slower, comm_dtype
+        )
         return _with_bytes(forward, times), _with_bytes(backward, times)
     mask = causal() if window is None else sliding_window(window)
     return slowest_passes(split, mask, way, shape, speeds, comm_dtype)
 
 
 def slowest_passes(
-    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str
+    layout: Layout,
+    mask: Mask,
+    route: Route,
+    shape: Shape,
+    speeds: Speeds,
+    comm_dtype: str,
 ) -> tuple[Pass, Pass]:
     """Return forward and backward on the rank that takes longest."""
     forward, backward = (
-        slowest(_passes(layout, mask, route, shape, speeds, comm_dtype, is_backward=is_backward))
+        slowest(
+            _passes(
+                layout, mask, route, shape, speeds, comm_dtype, is_backward=is_backward
+            )
+        )
         for is_backward in (False, True)
     )
     return forward, backward
 
 
-def repeated(count: int, one: tuple[Pass, Pass], share: float = 1.0) -> tuple[Pass, Pass]:
+def repeated(
+    count: int, one: tuple[Pass, Pass], share: float = 1.0
+) -> tuple[Pass, Pass]:
     """Return ``count`` times both, whose ``share`` of pairs is computed."""
     times = count * share, count * share, count, count
-    forward, backward = (Pass(*(n * cost for n, cost in zip(times, each, strict=True))) for each in one)
+    forward, backward = (
+        Pass(*(n * cost for n, cost in zip(times, each, strict=True))) for each in one
+    )
     return forward, backward
 
 
 def _with_bytes(one: Pass, times: float) -> Pass:
-    return one._replace(intra_node_bytes=one.intra_node_bytes * times, inter_node_bytes=one.inter_node_bytes * times)
+    return one._replace(
+        intra_node_bytes=one.intra_node_bytes * times,
+        inter_node_bytes=one.inter_node_bytes * times,
+    )
 
 
 def _passes(
-    layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str, *, is_backward: bool
+    layout: Layout,
+    mask: Mask,
+    route: Route,
+    shape: Shape,
+    speeds: Speeds,
+    comm_dtype: str,
+    *,
+    is_backward: bool,
 ) -> Iterable[Pass]:
     """Return ``timing.passes``; above 64 ranks or groups extrapolated from 64 and 48: each rank adds the same."""
-    groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
+    groups, nodes = (
+        layout.ranks // route.ulysses,
+        -(-layout.ranks // speeds.ranks_per_node),
+    )
     if route.inner > 1:
         nodes = groups // route.inner
         grows_inside = min(groups, 2 * route.inner) > _MOST_RANKS
@@ -113,18 +166,42 @@ def _passes(
         grows_inside = _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
     unit = nodes if grows_inside else route.inner
     # What an inner ring's ends add counts less the longer it is, so these are as long as they may be.
-    most = max(2, (_MOST_RANKS if grows_inside and route.inner > 1 else _LARGEST_SCHEDULE) // unit)
+    most = max(
+        2,
+        (_MOST_RANKS if grows_inside and route.inner > 1 else _LARGEST_SCHEDULE)
+        // unit,
+    )
     large, small = most * unit, max(1, most * 3 // 4) * unit
     if groups <= large:
-        return passes(layout, mask, route, shape, speeds, is_backward=is_backward, comm_dtype=comm_dtype)
+        return passes(
+            layout,
+            mask,
+            route,
+            shape,
+            speeds,
+            is_backward=is_backward,
+            comm_dtype=comm_dtype,
+        )
 
     def smaller(groups: int) -> tuple[Pass, ...]:
         ranks = groups * route.ulysses
         per_node = ranks // nodes if grows_inside else speeds.ranks_per_node
         fewer = Layout(layout.name, ranks * layout.tokens_per_rank, ranks)
         nearer = replace(speeds, ranks_per_node=per_node)
-        way = replace(route, inner=groups // nodes) if grows_inside and route.inner > 1 else route
-        return passes(fewer, mask, way, shape, nearer, is_backward=is_backward, comm_dtype=comm_dtype)
+        way = (
+            replace(route, inner=groups // nodes)
+            if grows_inside and route.inner > 1
+            else route
+        )
+        return passes(
+            fewer,
+            mask,
+            way,
+            shape,
+            nearer,
+            is_backward=is_backward,
+            comm_dtype=comm_dtype,
+        )
 
     beyond = (groups - large) / (large - small)
     return (

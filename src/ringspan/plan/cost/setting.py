@@ -7,7 +7,14 @@ from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
+from ringspan.core.names import (
+    COMM_DTYPE_NAMES,
+    ChunkTokens,
+    LayoutName,
+    checkpoint_name,
+    find_name,
+    offload_name,
+)
 from ringspan.core.schedule.choice import check_segments, sends_latents
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig, check_beside_folds
@@ -46,21 +53,37 @@ class Setting(StepConfig):
 
     def latent_dim(self, kind: LayerKind) -> int:
         """Return the numbers of a token that travel in place of a layer's keys and values, 0 if these do."""
-        return kind.compressed if sends_latents(self, self.way, self.ring, has_tp=self.tp > 1) else 0
+        return (
+            kind.compressed
+            if sends_latents(self, self.way, self.ring, has_tp=self.tp > 1)
+            else 0
+        )
 
     def route_of(self, kind: LayerKind) -> str:
         """Return a layer's route: latents take the ring where keys would be gathered."""
-        return "ring" if self.way.name == "all-gather" and self.latent_dim(kind) else self.route
+        return (
+            "ring"
+            if self.way.name == "all-gather" and self.latent_dim(kind)
+            else self.route
+        )
 
     @cached_property
     def fold(self) -> "Setting":
         """The step of one of several folds, whose own number is 0."""
-        return self if self.folds < 2 else replace(self, length=-(-self.length // self.folds), folds=0)
+        return (
+            self
+            if self.folds < 2
+            else replace(self, length=-(-self.length // self.folds), folds=0)
+        )
 
     @cached_property
     def tokens(self) -> int:
         """Tokens of a rank, with padding."""
-        return max(1, self.folds) * self.batch * Layout(self.layout, self.fold.length, self.ring).tokens_per_rank
+        return (
+            max(1, self.folds)
+            * self.batch
+            * Layout(self.layout, self.fold.length, self.ring).tokens_per_rank
+        )
 
     @property
     def number_bytes(self) -> int:
@@ -103,7 +126,9 @@ class Setting(StepConfig):
 
 def dtype_bytes(name: str) -> int:
     if name not in DTYPE_BYTES:
-        raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(
+            f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}"
+        )
     return DTYPE_BYTES[name]
 
 
@@ -115,14 +140,24 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
             f"folds={setting.folds}: {shape.name} has towers that see or hear, which folds do not take yet; use folds=1"
         )
     if shape.has_index and (setting.folds > 1 or setting.comm_dtype != "exact"):
-        option = f"folds={setting.folds}" if setting.folds > 1 else f"comm_dtype={setting.comm_dtype!r}"
-        raise UnsupportedError(f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out")
+        option = (
+            f"folds={setting.folds}"
+            if setting.folds > 1
+            else f"comm_dtype={setting.comm_dtype!r}"
+        )
+        raise UnsupportedError(
+            f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out"
+        )
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)
     if setting.offload != "none" and setting.checkpoint == "none":
-        raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
-    setting.way.check_comm_dtype(find_name("comm_dtype", setting.comm_dtype, COMM_DTYPE_NAMES, UnsupportedError))
+        raise ConfigError(
+            "offload moves what checkpointing keeps; use checkpoint='attention' or 'full'"
+        )
+    setting.way.check_comm_dtype(
+        find_name("comm_dtype", setting.comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
+    )
     local = shape.split(setting.tp)
     for kind in local.counted(local.layers):
         if kind.attends:

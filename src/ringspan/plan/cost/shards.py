@@ -13,16 +13,30 @@ MOMENT_BYTES: Final = {"float32": 4.0, "8bit": 1 + 4 / 256, "4bit": 1 / 2 + 4 / 
 
 
 def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    local, trained = shape.split(setting.tp), setting.ring * local_trained_bytes(shape, setting)
+    local, trained = (
+        shape.split(setting.tp),
+        setting.ring * local_trained_bytes(shape, setting),
+    )
     if not shape.lora:
         return setting.parameter_bytes * local.parameters // setting.ring
-    packed = sum(kind.packed * count for kind, count in local.counted(local.layers).items())
-    return (local.bytes_of(local.parameters - local.trained, packed, setting.parameter_bytes) + trained) // setting.ring
+    packed = sum(
+        kind.packed * count for kind, count in local.counted(local.layers).items()
+    )
+    return (
+        local.bytes_of(
+            local.parameters - local.trained, packed, setting.parameter_bytes
+        )
+        + trained
+    ) // setting.ring
 
 
 def local_trained_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return a rank's bytes of trained parameters; gradients take the same, moments that are not packed twice that."""
-    return trained_number_bytes(shape, setting) * shape.split(setting.tp).trained // setting.ring
+    return (
+        trained_number_bytes(shape, setting)
+        * shape.split(setting.tp).trained
+        // setting.ring
+    )
 
 
 def moment_bytes(shape: ModelShape, setting: Setting) -> int:
@@ -30,7 +44,12 @@ def moment_bytes(shape: ModelShape, setting: Setting) -> int:
     trained = local_trained_bytes(shape, setting)
     if setting.optimizer_state == "float32":
         return 2 * trained
-    return round(2 * MOMENT_BYTES[setting.optimizer_state] * trained / trained_number_bytes(shape, setting))
+    return round(
+        2
+        * MOMENT_BYTES[setting.optimizer_state]
+        * trained
+        / trained_number_bytes(shape, setting)
+    )
 
 
 def trained_number_bytes(shape: ModelShape, setting: Setting) -> int:
@@ -60,5 +79,7 @@ def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
     return {
         "load": setting.parameter_bytes * largest,
         "train": train,
-        "save": train + local_trained_bytes(shape, setting) + moment_bytes(shape, setting),
+        "save": train
+        + local_trained_bytes(shape, setting)
+        + moment_bytes(shape, setting),
     }

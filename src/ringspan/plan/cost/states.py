@@ -17,20 +17,34 @@ _STATE_BYTES: Final = 4  # states and maps are in float32
 
 @lru_cache(maxsize=1024)
 def state_passes(
-    layout: LayoutName, length: int, ranks: int, kind: LayerKind, batch: int, number_bytes: int, speeds: Speeds
+    layout: LayoutName,
+    length: int,
+    ranks: int,
+    kind: LayerKind,
+    batch: int,
+    number_bytes: int,
+    speeds: Speeds,
 ) -> tuple[Pass, Pass]:
     """Return both passes of a recurrence and convolution on the rank that receives most; rounds run in sequence."""
     split = Layout(layout, length, ranks)
     computed = batch * split.tokens_per_rank * kind.scan_flops / speeds.flops
     twice = 1.0 if ranks > 1 else 0.0
-    forward, backward = (_exchange(split, kind, number_bytes, speeds, reverse=reverse) for reverse in (False, True))
-    return (_pass(computed * (1 + twice), forward, batch), _pass(computed * (2 + twice), backward, batch))
+    forward, backward = (
+        _exchange(split, kind, number_bytes, speeds, reverse=reverse)
+        for reverse in (False, True)
+    )
+    return (
+        _pass(computed * (1 + twice), forward, batch),
+        _pass(computed * (2 + twice), backward, batch),
+    )
 
 
 def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]:
     sent = [0] * layout.ranks
     for reverse in (False, True):
-        for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):
+        for message, num_bytes in _messages(
+            layout, kind, number_bytes, reverse=reverse
+        ):
             sent[message.sender] += num_bytes
     return sent
 
@@ -40,10 +54,14 @@ def span_states(layout: LayoutName, length: int, ranks: int) -> int:
     return len(Layout(layout, length, ranks).spans(0)) if ranks > 1 else 0
 
 
-def _messages(layout: Layout, kind: LayerKind, number_bytes: int, *, reverse: bool) -> list[tuple[Sent, int]]:
+def _messages(
+    layout: Layout, kind: LayerKind, number_bytes: int, *, reverse: bool
+) -> list[tuple[Sent, int]]:
     found: list[tuple[Sent, int]] = []
     if kind.scan:
-        states = state_messages(layout, kind.scan.state, kind.scan.map_, reverse=reverse)
+        states = state_messages(
+            layout, kind.scan.state, kind.scan.map_, reverse=reverse
+        )
         found += [(message, _STATE_BYTES * message.numbers) for message in states]
     if kind.halo:
         halos = halo_messages(layout, kind.channels, kind.halo, reverse=reverse)
@@ -60,7 +78,9 @@ def _exchange(
     for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):
         is_near = speeds.same_node(message.sender, message.receiver)
         (inside if is_near else outside)[message.receiver] += num_bytes
-        seconds = num_bytes / (speeds.intra_node_bytes if is_near else speeds.inter_node_bytes)
+        seconds = num_bytes / (
+            speeds.intra_node_bytes if is_near else speeds.inter_node_bytes
+        )
         rounds[message.round] = max(rounds.get(message.round, 0.0), seconds)
     busiest = max(range(layout.ranks), key=lambda rank: (outside[rank], inside[rank]))
     return sum(rounds.values()), inside[busiest], outside[busiest]

@@ -91,14 +91,30 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     """
     local, a = shape.split(text.tp), text.number_bytes
     mine = a * local.parameters // text.ring
-    gathered = a * (local.parameters if text.weights == "whole" else local.root + 2 * local.layer_parameters)
+    gathered = a * (
+        local.parameters
+        if text.weights == "whole"
+        else local.root + 2 * local.layer_parameters
+    )
     weights = mine + (gathered if text.ring > 1 else 0)
-    kinds, written = local.counted(local.layers), text.new_tokens - 1  # nothing follows the last, so it is not kept
-    numbers = sum(count * cached_numbers(text, kind, text.prompt, written) for kind, count in kinds.items())
+    # nothing follows the last, so it is not kept
+    kinds, written = (
+        local.counted(local.layers),
+        text.new_tokens - 1,
+    )
+    numbers = sum(
+        count * cached_numbers(text, kind, text.prompt, written)
+        for kind, count in kinds.items()
+    )
 
-    here = text.batch * min(text.prompt if text.ring == 1 else -(-text.prompt // text.ring), PREFILL_TOKENS)
+    here = text.batch * min(
+        text.prompt if text.ring == 1 else -(-text.prompt // text.ring), PREFILL_TOKENS
+    )
     stream = here * 3 * a * shape.hidden * shape.streams
-    widest = max(max(_attention_bytes(text, kind, here), here * a * _wide(shape, kind)) for kind in kinds)
+    widest = max(
+        max(_attention_bytes(text, kind, here), here * a * _wide(shape, kind))
+        for kind in kinds
+    )
     return weights, a * text.batch * numbers, int(stream + widest)
 
 
@@ -124,7 +140,10 @@ def _held(text: Text, kind: LayerKind, read: int, written: int) -> int:
 def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
     """Return q, k, v, result with float32 sums or an index's scores, what is fetched, moved, expanded or in transit."""
     a, index, written = text.number_bytes, kind.index, text.new_tokens - 1
-    keys, results = kind.kv_heads * (kind.head_dim + kind.value_dim), kind.heads * kind.value_dim
+    keys, results = (
+        kind.kv_heads * (kind.head_dim + kind.value_dim),
+        kind.heads * kind.value_dim,
+    )
     partial = _FLOAT32 * (results + kind.heads)
     queries = a * kind.heads * kind.head_dim
     tokens = text.batch * _held(text, kind, text.prompt, written)
@@ -135,10 +154,17 @@ def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
         rows += round(text.batch * text.prompt * (index.token + index.key))
     scores = sent = 0.0
     if index and index.scored:
-        scores = (_FLOAT32 + _CANDIDATE) * min(here * text.prompt / index.size, SCORES_AT_ONCE)
+        scores = (_FLOAT32 + _CANDIDATE) * min(
+            here * text.prompt / index.size, SCORES_AT_ONCE
+        )
     if text.ring > 1 and not (index and not index.window):
         sent = min(2 * tokens * keys * a, 2 * here * (queries + partial))
-    return here * queries + max(here * (a * (results + keys) + partial), scores) + a * rows + sent
+    return (
+        here * queries
+        + max(here * (a * (results + keys) + partial), scores)
+        + a * rows
+        + sent
+    )
 
 
 def _wide(shape: ModelShape, kind: LayerKind) -> int:
@@ -156,7 +182,12 @@ def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
     if window is None:
         return -(-read // text.ring) + blocks
     last = read % text.chunk or min(read, text.chunk)
-    return _of_window(text.ring, min(read - last, text.chunk), last, min(window - seen, read)) + blocks
+    return (
+        _of_window(
+            text.ring, min(read - last, text.chunk), last, min(window - seen, read)
+        )
+        + blocks
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -176,14 +207,18 @@ def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
     last = times.writing(text.prompt + max(text.new_tokens - 2, 0))
     more = text.new_tokens - 1
     seconds = first + more * (sum(parts.values()) + sum(last.values())) / 2
-    return TextCost(*text_bytes(shape, text), first, exposed, last, times.collectives, seconds)
+    return TextCost(
+        *text_bytes(shape, text), first, exposed, last, times.collectives, seconds
+    )
 
 
 class _Times:
     def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
         self.text, self.device, self.shape = text, device, shape.split(text.tp)
         # Keys of another layer are read like own ones.
-        self.kinds = Counter(replace(kind, caches=max(1, kind.caches)) for kind in self.shape.kinds)
+        self.kinds = Counter(
+            replace(kind, caches=max(1, kind.caches)) for kind in self.shape.kinds
+        )
         self.few = {kind: self._seen_by_few(kind) for kind in self.kinds}
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if text.number_bytes < _FLOAT32 else device.flops / 2
@@ -191,9 +226,18 @@ class _Times:
         self.collective = COLLECTIVE_SECONDS[inside]
         layers = shape.layers
         # Results are merged, after the best of all ranks' keys are found if an index scores them; then come the logits.
-        scores = {kind: kind.index is not None and kind.index.scored > 0 for kind in self.kinds}
-        merged = sum(times * kind.calls * (1 + scores[kind]) for kind, times in self.kinds.items() if kind.attends)
-        self.collectives = (merged + 1) * (text.ring > 1) + 2 * (layers + 1) * (text.tp > 1)
+        scores = {
+            kind: kind.index is not None and kind.index.scored > 0
+            for kind in self.kinds
+        }
+        merged = sum(
+            times * kind.calls * (1 + scores[kind])
+            for kind, times in self.kinds.items()
+            if kind.attends
+        )
+        self.collectives = (merged + 1) * (text.ring > 1) + 2 * (layers + 1) * (
+            text.tp > 1
+        )
         self.collectives += (layers + 1) * (text.ring > 1 and text.weights == "sharded")
         self.flops = self.peak * device.attention_efficiency
 
@@ -202,23 +246,33 @@ class _Times:
         text = self.text
         seconds = exposed = 0.0
         chunks = -(-text.prompt // text.chunk)
-        alike = -(-chunks // _MOST_TIMED)  # neighbours, of which the middle one stands for all
+        # neighbours, of which the middle one stands for all
+        alike = -(-chunks // _MOST_TIMED)
         for first in range(0, chunks, alike):
             times = min(alike, chunks - first)
             start = (first + times // 2) * text.chunk
             one = self._chunk(start, min(text.chunk, text.prompt - start))
             seconds, exposed = seconds + times * one[0], exposed + times * one[1]
-        return seconds + self._matrices(self._head, text.batch) + self.collectives * self.collective, exposed
+        return seconds + self._matrices(
+            self._head, text.batch
+        ) + self.collectives * self.collective, exposed
 
     def writing(self, held: int) -> dict[str, float]:
         """Return one token's seconds after ``held`` ones: weights read, cache read, sent."""
         text, count = self.text, self.text.batch
         weights = self._matrices(self._head + self.shape.outside, count)
-        weights += sum(times * self._layer(kind, count) for kind, times in self.kinds.items())
-        cache = sum(times * self._few(kind, 1, held) for kind, times in self.kinds.items())
+        weights += sum(
+            times * self._layer(kind, count) for kind, times in self.kinds.items()
+        )
+        cache = sum(
+            times * self._few(kind, 1, held) for kind, times in self.kinds.items()
+        )
         sent = self.collectives * self.collective
         if text.ring > 1:
-            found = sum(times * self._merged_bytes(self.few[kind], held) for kind, times in self.kinds.items())
+            found = sum(
+                times * self._merged_bytes(self.few[kind], held)
+                for kind, times in self.kinds.items()
+            )
             logits = count * self.shape.vocab * text.number_bytes
             sent += ((text.ring - 1) * found + logits) / self._bandwidth
             if text.weights == "sharded":
@@ -245,7 +299,10 @@ class _Times:
             if text.ring > 1 and text.weights == "sharded":
                 waited += max(0.0, self._gathered(kind.parameters) - matrices)
             if splits:
-                computed, sent = self._computed(kind, count, start), self._sent(kind, count, start)
+                computed, sent = (
+                    self._computed(kind, count, start),
+                    self._sent(kind, count, start),
+                )
                 computed += self._expanded(kind, -(-start // text.ring))
             else:
                 computed = self._few(kind, count, start)
@@ -254,17 +311,22 @@ class _Times:
         return seconds, exposed
 
     def _seen_by_few(self, kind: LayerKind) -> LayerKind:
+        # as in ``choice.sends_latents``
         """Return a layer as a few queries see it: as keys of one head, latents that are not expanded."""
-        if not kind.compressed or self.text.ring == 1 or self.text.tp > 1:  # as in ``choice.sends_latents``
+        if not kind.compressed or self.text.ring == 1 or self.text.tp > 1:
             return kind
-        return replace(kind, kv_heads=1, head_dim=kind.compressed, value_dim=kind.latent, latent=0)
+        return replace(
+            kind, kv_heads=1, head_dim=kind.compressed, value_dim=kind.latent, latent=0
+        )
 
     def _computed(self, kind: LayerKind, count: int, held: int) -> float:
         """Return a rank's seconds for its part of the pairs of ``count`` tokens and those before."""
         pairs = kind.calls * _later(partial(seen_pairs, kind), held, count)
         flops = pairs * pair_flops(self._sizes(kind), is_backward=False)
         if kind.index:
-            flops += self.text.batch * _later(partial(scoring_flops, kind.index), held, count)
+            flops += self.text.batch * _later(
+                partial(scoring_flops, kind.index), held, count
+            )
         return flops / self.text.ring / self.flops
 
     def _sizes(self, kind: LayerKind) -> Shape:
@@ -277,23 +339,40 @@ class _Times:
         With an index all that they see is fetched.
         """
         text, index, shape = self.text, kind.index, self._sizes(kind)
-        length = count + held if kind.window is None else count + min(held, kind.window - 1)
+        length = (
+            count + held if kind.window is None else count + min(held, kind.window - 1)
+        )
         keys = -(-length // text.ring) * kind.calls * shape.kv_numbers * shape.itemsize
         result = shape.batch * shape.heads * (shape.value_dim + 1) * shape.sum_itemsize
         queries = -(-count // text.ring) * kind.calls * (shape.query_bytes + result)
         sent = 0.0 if index and not index.window else min(keys, queries)
         if index:
-            sent += -(-(count + held) // text.ring) * text.batch * text.number_bytes * (index.token + index.key)
+            sent += (
+                -(-(count + held) // text.ring)
+                * text.batch
+                * text.number_bytes
+                * (index.token + index.key)
+            )
         return (text.ring - 1) * sent / self._bandwidth
 
     def _merged_bytes(self, kind: LayerKind, held: int) -> int:
         """Return the bytes that each rank hands to all for a token: its results, and the best keys of its share."""
-        found, index = kind.calls * kind.heads * (kind.value_dim + 1) * _FLOAT32, kind.index
+        found, index = (
+            kind.calls * kind.heads * (kind.value_dim + 1) * _FLOAT32,
+            kind.index,
+        )
         if index and index.scored:
-            entries, blocks = held // index.size, index.kept // (index.topk * index.size)
+            entries, blocks = (
+                held // index.size,
+                index.kept // (index.topk * index.size),
+            )
             # Blocks score by their best key of all ranks; of keys and pools the best are candidates.
             is_of_blocks = index.keys > 1 and not index.tail[0]
-            found += _FLOAT32 * blocks * entries if is_of_blocks else _CANDIDATE * min(entries, index.topk)
+            found += (
+                _FLOAT32 * blocks * entries
+                if is_of_blocks
+                else _CANDIDATE * min(entries, index.topk)
+            )
         return self.text.batch * found
 
     def _layer(self, kind: LayerKind, tokens: int) -> float:
@@ -305,28 +384,53 @@ class _Times:
     def _matrices(self, weights: float, tokens: float, more: float = 0.0) -> float:
         """Return the seconds of multiplying tokens with weights that are read once, as are ``more``."""
         computed = 2.0 * weights * tokens / (self.peak * self.device.matmul_efficiency)
-        return max(computed, (weights + more) * self.text.number_bytes / self.device.memory_bandwidth)
+        return max(
+            computed,
+            (weights + more) * self.text.number_bytes / self.device.memory_bandwidth,
+        )
 
     def _few(self, kind: LayerKind, count: int, held: int) -> float:
         """Return a layer's attention seconds for a few tokens, computed by every rank over its own share."""
         text, seen, read = self.text, self.few[kind], min(held, self.text.prompt)
-        numbers, share = (f(text, kind, read, held + count - read) for f in (cached_numbers, _held))
+        numbers, share = (
+            f(text, kind, read, held + count - read) for f in (cached_numbers, _held)
+        )
         computed = self._computed(seen, count, held)
         if seen.latent:  # expanded ones are written and read
-            numbers += 2 * share * kind.calls * kind.heads * (kind.head_dim + kind.value_dim)
+            numbers += (
+                2 * share * kind.calls * kind.heads * (kind.head_dim + kind.value_dim)
+            )
             computed += self._expanded(kind, share)
-        return max(computed, text.batch * numbers * text.number_bytes / self.device.memory_bandwidth)
+        return max(
+            computed,
+            text.batch * numbers * text.number_bytes / self.device.memory_bandwidth,
+        )
 
     def _expanded(self, kind: LayerKind, tokens: int) -> float:
         """Return the seconds of turning a sequence's cached latents into keys and values."""
-        return kind.calls * self._matrices(kind.expansion, self.text.batch * tokens) if kind.latent else 0.0
+        return (
+            kind.calls * self._matrices(kind.expansion, self.text.batch * tokens)
+            if kind.latent
+            else 0.0
+        )
 
     def _gathered(self, parameters: int) -> float:
-        return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
+        return (
+            parameters
+            * self.text.number_bytes
+            * (1 - 1 / self.text.ring)
+            / self._bandwidth
+        )
 
     def _sums(self, tokens: int) -> float:
         hidden = tokens * self.shape.hidden * self.text.number_bytes
-        return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)
+        return (
+            2
+            * 2
+            * (1 - 1 / self.text.tp)
+            * hidden
+            / self.device.bandwidth(self.text.tp)
+        )
 
 
 def _later(count: Callable[[int], float], held: int, more: int) -> float:

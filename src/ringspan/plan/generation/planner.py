@@ -9,7 +9,13 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.devices import Device
-from ringspan.plan.generation.cost import COLLECTIVE_SECONDS, Text, TextCost, text_bytes, text_cost
+from ringspan.plan.generation.cost import (
+    COLLECTIVE_SECONDS,
+    Text,
+    TextCost,
+    text_bytes,
+    text_cost,
+)
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import MOST, check_sizes, divisors, largest
 
@@ -45,7 +51,12 @@ class TextQuestion:
 
     @property
     def alone(self) -> Text:
-        return Text(prompt=self.prompt, new_tokens=self.new_tokens, batch=self.batch, dtype=self.dtype)
+        return Text(
+            prompt=self.prompt,
+            new_tokens=self.new_tokens,
+            batch=self.batch,
+            dtype=self.dtype,
+        )
 
     @cached_property
     def texts(self) -> tuple[Text, ...]:
@@ -58,8 +69,18 @@ class TextQuestion:
                 for replicate in divisors(devices // tp):
                     if self.batch % replicate == 0:
                         ring = devices // tp // replicate
-                        one = replace(self.alone, ring=ring, tp=tp, replicate=replicate, batch=self.batch // replicate)
-                        found += [one, replace(one, weights="sharded")] if ring > 1 else [one]
+                        one = replace(
+                            self.alone,
+                            ring=ring,
+                            tp=tp,
+                            replicate=replicate,
+                            batch=self.batch // replicate,
+                        )
+                        found += (
+                            [one, replace(one, weights="sharded")]
+                            if ring > 1
+                            else [one]
+                        )
         return tuple(found)
 
 
@@ -82,7 +103,10 @@ class TextPlan:
     @property
     def is_refused(self) -> bool:
         """True if ``ringspan generate`` refuses: the model has fewer positions."""
-        return self.positions is not None and self.question.prompt + self.question.new_tokens > self.positions
+        return (
+            self.positions is not None
+            and self.question.prompt + self.question.new_tokens > self.positions
+        )
 
     @property
     def alone_fits(self) -> bool:
@@ -121,7 +145,10 @@ class TextPlan:
             yield self.question.device.note
 
     def _about_positions(self) -> str:
-        shape, tokens = self.question.shape, self.question.prompt + self.question.new_tokens
+        shape, tokens = (
+            self.question.shape,
+            self.question.prompt + self.question.new_tokens,
+        )
         if shape.positions:
             return f"{shape.name} has {shape.positions:,} learned positions: generate raises for {tokens:,} tokens"
         return (
@@ -139,7 +166,11 @@ class TextPlan:
                 f"prompt are more than {shown_bytes(self.question.device.memory_bytes)}"
             )
         elif self.alone_is_better:
-            others = (text for text in self.question.texts if text.devices > 1 and self.question.fits(text))
+            others = (
+                text
+                for text in self.question.texts
+                if text.devices > 1 and self.question.fits(text)
+            )
             if next(others, None) is not None:
                 yield (
                     f"one {title} would be the better choice: it holds weights and cache, and no mesh of these devices "
@@ -176,7 +207,9 @@ class TextPlan:
             f"{shown_seconds(COLLECTIVE_SECONDS[False])} between nodes, in addition to its bytes"
         )
         sent = parts["sent"] / cost.collectives_per_token
-        spare = (self.alone.token_seconds - cost.token_seconds) / cost.collectives_per_token + sent
+        spare = (
+            self.alone.token_seconds - cost.token_seconds
+        ) / cost.collectives_per_token + sent
         if self.alone_fits and text.replicate == 1:
             if spare > 0:
                 yield f"one device would write as fast if a collective took {shown_seconds(spare)}"
@@ -193,7 +226,11 @@ class TextPlan:
 def _as_json(cost: TextCost, *, fits: bool) -> dict[str, Any]:
     return {
         "fits": fits,
-        "bytes": {"weights": cost.weight_bytes, "cache": cost.cache_bytes, "chunk": cost.work_bytes},
+        "bytes": {
+            "weights": cost.weight_bytes,
+            "cache": cost.cache_bytes,
+            "chunk": cost.work_bytes,
+        },
         "peak_bytes": cost.peak_bytes,
         "first_token_seconds": cost.first_token_seconds,
         "seconds_per_token": cost.token_seconds,
@@ -205,15 +242,30 @@ def plan_text(question: TextQuestion) -> TextPlan:
     """Return the quickest mesh, of fewer devices within three percent; if none fits, the most frugal one."""
     holding = [text for text in question.texts if question.fits(text)]
     # Weights that are gathered for each token are for where they do not fit.
-    whole = {(text.replicate, text.ring, text.tp) for text in holding if text.weights == "whole"}
-    candidates = [t for t in holding if t.weights == "whole" or (t.replicate, t.ring, t.tp) not in whole]
+    whole = {
+        (text.replicate, text.ring, text.tp)
+        for text in holding
+        if text.weights == "whole"
+    }
+    candidates = [
+        t
+        for t in holding
+        if t.weights == "whole" or (t.replicate, t.ring, t.tp) not in whole
+    ]
     if not candidates:
-        candidates = [min(question.texts, key=lambda text: sum(text_bytes(question.shape, text)))]
-    costs = {text: text_cost(question.shape, text, question.device) for text in candidates}
+        candidates = [
+            min(question.texts, key=lambda text: sum(text_bytes(question.shape, text)))
+        ]
+    costs = {
+        text: text_cost(question.shape, text, question.device) for text in candidates
+    }
     best = min(cost.seconds for cost in costs.values())
     enough = [text for text in candidates if WORTH_IT * costs[text].seconds <= best]
     fewest = min(text.devices for text in enough)
-    text = min((text for text in enough if text.devices == fewest), key=lambda text: costs[text].seconds)
+    text = min(
+        (text for text in enough if text.devices == fewest),
+        key=lambda text: costs[text].seconds,
+    )
     return TextPlan(
         question=question,
         text=text,

@@ -31,37 +31,66 @@ def _kind(values: Mapping[str, Any]) -> LayerKind:
     scan = Scan(**values["scan"]) if "scan" in values else None
     if "index" in values:
         values = {**values, "index": Index(**values["index"])}
-    made = {name: tuple(values[name]) for name in ("linears", "experts") if name in values}
-    return LayerKind(**{**values, **made, "kept": tuple(Kept(*row) for row in values["kept"]), "scan": scan})
+    made = {
+        name: tuple(values[name]) for name in ("linears", "experts") if name in values
+    }
+    return LayerKind(
+        **{
+            **values,
+            **made,
+            "kept": tuple(Kept(*row) for row in values["kept"]),
+            "scan": scan,
+        }
+    )
 
 
 # Configs of published models with their sources, and what ``reader`` counts of them: `python -m tests.plan.models`.
-_ROWS: Final = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-MODELS: Final = {name: _shape(name, row) for name, row in _ROWS.items() if "shape" in row}
+_ROWS: Final = json.loads(
+    Path(__file__).with_name("models.json").read_text(encoding="utf-8")
+)
+MODELS: Final = {
+    name: _shape(name, row) for name, row in _ROWS.items() if "shape" in row
+}
 
 
-def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
+def model_shape(
+    text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16"
+) -> ModelShape:
     """Return the shape by built-in name, config.json (or its folder) or Hugging Face id; raise if unknown or not read.
 
     ``media`` is what each sequence holds besides text, for towers that compute in ``dtype``.
     """
     path = Path(text).expanduser()
     if not text.strip():
-        raise ConfigError(f"--model {text!r}: give a name such as llama-3.1-8b, a config.json or its folder, or an id")
+        raise ConfigError(
+            f"--model {text!r}: give a name such as llama-3.1-8b, a config.json or its folder, or an id"
+        )
     if path.exists() or path.suffix == ".json":
         if reason := why_no_config(path):
             raise ConfigError(f"--model {text!r}: {reason}")
-        return read_config(path / "config.json" if path.is_dir() else path, media, dtype)
+        return read_config(
+            path / "config.json" if path.is_dir() else path, media, dtype
+        )
     if normal(text) in MODELS:
         _refuse_media(text, media)
         return MODELS[normal(text)]
-    published = normal(text.rpartition("/")[2]).replace("meta-", "").removesuffix("-instruct").removesuffix("-base")
+    published = (
+        normal(text.rpartition("/")[2])
+        .replace("meta-", "")
+        .removesuffix("-instruct")
+        .removesuffix("-base")
+    )
     if "/" in text and published in MODELS:
         _refuse_media(text, media)
         return replace(MODELS[published], name=text)
     if "/" in text:
         return _from_hub(text, media, dtype)
-    raise unknown("model", text, MODELS, "; or give a config.json, its folder, or a Hugging Face id")
+    raise unknown(
+        "model",
+        text,
+        MODELS,
+        "; or give a config.json, its folder, or a Hugging Face id",
+    )
 
 
 def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
@@ -73,23 +102,38 @@ def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
     except ConfigError:
         raise
     except Exception as error:  # the Hub's client raises errors of several libraries
-        raise ConfigError(f"--model {repository!r}: could not download config.json: {one_line(error)}") from error
+        raise ConfigError(
+            f"--model {repository!r}: could not download config.json: {one_line(error)}"
+        ) from error
     return replace(read_config(Path(path), media, dtype), name=repository)
 
 
-def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
+def read_config(
+    path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16"
+) -> ModelShape:
     try:
         values = json.loads(read_small(path))
     except OSError as error:
-        raise ConfigError(f"--model {str(path)!r}: cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            f"--model {str(path)!r}: cannot be read ({error.strerror})"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--model {str(path)!r}: is not valid JSON ({one_line(error)})") from error
+        raise ConfigError(
+            f"--model {str(path)!r}: is not valid JSON ({one_line(error)})"
+        ) from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--model {str(path)!r}: should hold a JSON object, the config of a Hugging Face model")
+        raise ConfigError(
+            f"--model {str(path)!r}: should hold a JSON object, the config of a Hugging Face model"
+        )
     return from_config(values, path.parent.name or str(path), media, dtype)
 
 
-def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
+def from_config(
+    values: Mapping[str, Any],
+    name: str,
+    media: Media = NO_MEDIA,
+    dtype: str = "bfloat16",
+) -> ModelShape:
     """Return the shape of a config's values; UnsupportedError for a type no ring runs, packed weights, uneven heads."""
     if isinstance(packed := values.get("quantization_config"), dict):
         raise UnsupportedError(
@@ -98,7 +142,9 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
             "adapters over it"
         )
     if not isinstance(values.get("model_type"), str):
-        raise UnsupportedError(f"{name}: model_type={values.get('model_type')!r} is no type of transformers")
+        raise UnsupportedError(
+            f"{name}: model_type={values.get('model_type')!r} is no type of transformers"
+        )
     from ringspan.plan.model.reader import text_shape
     from ringspan.plan.model.towers import seeing_shape
 
@@ -120,4 +166,6 @@ def _packed_name(packed: Mapping[str, Any]) -> str:
 
 def _refuse_media(name: str, media: Media) -> None:
     for units in media.values():
-        raise ConfigError(f"{units.option}: {name} is a model of text alone; leave it out")
+        raise ConfigError(
+            f"{units.option}: {name} is a model of text alone; leave it out"
+        )

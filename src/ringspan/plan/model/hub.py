@@ -22,7 +22,9 @@ def from_hub(what: str, name: str) -> Iterator[None]:
         yield
         return
     if not _ID.fullmatch(name):
-        raise ConfigError(f"{what}: there is no such folder in {Path.cwd()}; correct it, or give a Hub id, owner/name")
+        raise ConfigError(
+            f"{what}: there is no such folder in {Path.cwd()}; correct it, or give a Hub id, owner/name"
+        )
     reason = out_of_reach()
     if reason is None:
         yield
@@ -30,7 +32,9 @@ def from_hub(what: str, name: str) -> Iterator[None]:
     try:
         with _offline():
             yield
-    except OSError as error:  # so are the errors of the Hub's clients for what is not in the cache
+    except (
+        OSError
+    ) as error:  # so are the errors of the Hub's clients for what is not in the cache
         raise ConfigError(
             f"{what}: is neither in {Path.cwd()} nor in the local cache, and the Hub is out of reach ({reason}); "
             "download it where there is a network, or give a local folder"
@@ -57,8 +61,9 @@ def _offline() -> Iterator[None]:
     """Act as if HF_HUB_OFFLINE had been set when the Hub's clients were imported."""
     from huggingface_hub import constants
 
+    # which keeps a copy; it is slow to import, and not every block needs it
     modules: list[Any] = [constants]
-    if "datasets" in sys.modules:  # which keeps a copy; it is slow to import, and not every block needs it
+    if "datasets" in sys.modules:
         modules.append(sys.modules["datasets"].config)
     before = [module.HF_HUB_OFFLINE for module in modules]
     for module in modules:

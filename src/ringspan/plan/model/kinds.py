@@ -35,7 +35,11 @@ class Kept(NamedTuple):
     float32: int = 0
 
     def bytes(self, number_bytes: int, *, norms_in_chunks: bool) -> int:
-        of_norms = number_bytes * self.inputs if norms_in_chunks else number_bytes * self.norms + self.copies
+        of_norms = (
+            number_bytes * self.inputs
+            if norms_in_chunks
+            else number_bytes * self.norms + self.copies
+        )
         return number_bytes * self.numbers + of_norms + self.float32
 
     def share(self, ranks: int) -> "Kept":
@@ -98,7 +102,10 @@ class LayerKind:
         """Numbers of a token that a cache keeps for attention, without an index's and without entries."""
         if self.index and not self.index.window:
             return self.caches * round(self.index.token)
-        return self.caches * (self.latent + self.rotary or self.kv_heads * (self.head_dim + self.value_dim))
+        return self.caches * (
+            self.latent + self.rotary
+            or self.kv_heads * (self.head_dim + self.value_dim)
+        )
 
     @property
     def compressed(self) -> int:
@@ -154,7 +161,15 @@ class LayerKind:
         )
 
     def share(self, tp: int) -> "LayerKind":
-        sizes = ("matrices", "feedforward", "intermediate", "mixing", "heads", "kv_heads", "shared")
+        sizes = (
+            "matrices",
+            "feedforward",
+            "intermediate",
+            "mixing",
+            "heads",
+            "kv_heads",
+            "shared",
+        )
         norm, heads, feedforward_norm, feedforward = self.kept
         return replace(
             self,
@@ -182,7 +197,9 @@ class Growth:
         return cls(two - 2 * units - 4 * pairs, units, pairs)
 
     def at(self, count: int) -> int:
-        return self.constant + self.units * count + self.pairs * count**2 if count else 0
+        return (
+            self.constant + self.units * count + self.pairs * count**2 if count else 0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,14 @@ class _Saved(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, child: str, *, in_norm: bool, is_input: bool) -> "_Saved":
         storage = x.untyped_storage()
-        return cls(child, in_norm, is_input, x.dtype, storage.nbytes() // x.element_size(), weakref.ref(storage))
+        return cls(
+            child,
+            in_norm,
+            is_input,
+            x.dtype,
+            storage.nbytes() // x.element_size(),
+            weakref.ref(storage),
+        )
 
     @property
     def column(self) -> int:
@@ -64,7 +71,11 @@ class _Saved(NamedTuple):
     @property
     def size(self) -> int:
         """Numbers of a token, in bytes unless layers compute in their dtype."""
-        return self.numbers // _TOKENS * (1 if self.dtype == torch.bfloat16 else self.dtype.itemsize)
+        return (
+            self.numbers
+            // _TOKENS
+            * (1 if self.dtype == torch.bfloat16 else self.dtype.itemsize)
+        )
 
 
 @dataclass
@@ -87,15 +98,25 @@ class LayerRun:
         """Leave out what nothing of the result needs, and norms' inputs kept for something else; count the shared."""
         self.saved = [each for each in self.saved if each.storage() is not None]
         known = {id(each.storage): each for each in self.saved if not each.in_norm}
-        self.inputs = [each for each in self.inputs if known.setdefault(id(each.storage), each) is each]
-        self.shared = sum(each.size for each in self.saved if id(each.storage) in shared and not each.column)
+        self.inputs = [
+            each
+            for each in self.inputs
+            if known.setdefault(id(each.storage), each) is each
+        ]
+        self.shared = sum(
+            each.size
+            for each in self.saved
+            if id(each.storage) in shared and not each.column
+        )
 
 
 class _Attention(torch.autograd.Function):
     """Keeps q, k, v; the rest of what a ring keeps is counted by formula."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_choosing: bool) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_choosing: bool
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         batch, heads, tokens, _ = query.shape
         if is_choosing:
@@ -114,7 +135,9 @@ class _Counted(NamedTuple):
     layer: LayerRun
     compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def attend(self, q: Tensor, latents: Tensor, choice: Choice, values: slice) -> Tensor:
+    def attend(
+        self, q: Tensor, latents: Tensor, choice: Choice, values: slice
+    ) -> Tensor:
         self.layer.index = index_of(self.module, choice, latents.shape[-1])
         if not choice.chosen:
             choice.chosen = [q.new_empty(len(q), q.shape[2], self.layer.index.topk, 1)]
@@ -122,11 +145,16 @@ class _Counted(NamedTuple):
 
 
 def _attend_to_choice(
-    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, counted: _Counted
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    choice: Choice,
+    counted: _Counted,
 ) -> Tensor:
     if hasattr(module, "expand_kv"):
         return attend_to_chosen(module, *qkv[:2], choice, counted)
-    counted.layer.index = index_of(module, choice, sum(x.shape[1] * x.shape[-1] for x in qkv[1:]))
+    counted.layer.index = index_of(
+        module, choice, sum(x.shape[1] * x.shape[-1] for x in qkv[1:])
+    )
     return counted.compute(*qkv).transpose(1, 2)
 
 
@@ -141,10 +169,22 @@ def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
 
 def _looks_of(named: tuple[str, nn.Module]) -> object:
     path, module = named
-    settings = [(n, x) for n, x in vars(module).items() if isinstance(x, (bool, int, float, str, type(None)))]
-    numbers = {n for n, x in settings if type(x) is int and ("idx" in n or "layer" in n)}  # which layer it is
+    settings = [
+        (n, x)
+        for n, x in vars(module).items()
+        if isinstance(x, (bool, int, float, str, type(None)))
+    ]
+    # which layer it is
+    numbers = {
+        n for n, x in settings if type(x) is int and ("idx" in n or "layer" in n)
+    }
     weights = [(n, x.shape) for n, x in module.named_parameters(recurse=False)]
-    return path, type(module), frozenset(row for row in settings if row[0] not in numbers), frozenset(weights)
+    return (
+        path,
+        type(module),
+        frozenset(row for row in settings if row[0] not in numbers),
+        frozenset(weights),
+    )
 
 
 class _Watch:
@@ -155,7 +195,9 @@ class _Watch:
         self.child, self.norms, self.counted = "", 0, 0
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.ignore(*model.parameters(), *model.buffers())
-        self.shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what layers are given besides hidden states
+        self.shared: dict[
+            int, weakref.ref[torch.UntypedStorage]
+        ] = {}  # what layers are given besides hidden states
         self.copies: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.inputs: set[int] = set()
         grouped = {torch.ops.aten._grouped_mm: _grouped, _FALLBACK: _grouped}
@@ -182,7 +224,9 @@ class _Watch:
         if not _holds(self.known, x):
             run = self.outside if _holds(self.shared, x) else self.layer
             in_norm, is_input = self.norms > 0, id_of(x) in self.inputs
-            run.saved.append(_Saved.of(x, self.child, in_norm=in_norm, is_input=is_input))
+            run.saved.append(
+                _Saved.of(x, self.child, in_norm=in_norm, is_input=is_input)
+            )
             self.ignore(x)
         return x
 
@@ -201,27 +245,56 @@ def _grouped(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> in
     return 2 * a[0] * a[1] * b[-1]
 
 
-_FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", torch.ops.aten._grouped_mm)
+_FALLBACK: Final = getattr(
+    getattr(torch.ops, "transformers", None),
+    "grouped_mm_fallback",
+    torch.ops.aten._grouped_mm,
+)
 
 
 def run_layers(
-    model: nn.Module, decoder: PreTrainedModel, layers: list[nn.Module], first: list[int]
+    model: nn.Module,
+    decoder: PreTrainedModel,
+    layers: list[nn.Module],
+    first: list[int],
 ) -> tuple[list[LayerRun], LayerRun]:
     """Run a model on the meta device; watch its layers (equal ones share a run), and what is around them."""
     take_over_index(decoder, choosing_modules(decoder))
     try:
-        return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
-    except (RuntimeError, NotImplementedError):  # of code that asks for tokens' positions
+        return _run(
+            model,
+            decoder,
+            layers,
+            first,
+            torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"),
+        )
+    # of code that asks for tokens' positions
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):
         with WithIntegers():
-            return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu"))
+            return _run(
+                model,
+                decoder,
+                layers,
+                first,
+                torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu"),
+            )
 
 
 def _run(
-    model: nn.Module, decoder: PreTrainedModel, layers: list[nn.Module], first: list[int], tokens: Tensor
+    model: nn.Module,
+    decoder: PreTrainedModel,
+    layers: list[nn.Module],
+    first: list[int],
+    tokens: Tensor,
 ) -> tuple[list[LayerRun], LayerRun]:
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
 
-    def compute(query: Tensor, key: Tensor, value: Tensor, *, is_choosing: bool = True) -> Tensor:
+    def compute(
+        query: Tensor, key: Tensor, value: Tensor, *, is_choosing: bool = True
+    ) -> Tensor:
         heads = Heads(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
         watch.layer.heads = max(watch.layer.heads, heads)
         out = _Attention.apply(query, key, value, is_choosing)
@@ -229,17 +302,27 @@ def _run(
         return out
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *_: object, **given: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object = None,
+        *_: object,
+        **given: Any,
     ) -> tuple[Tensor, None]:
         watch.layer.callers.append(module)
         choice = choice_of(given, mask)
         if choice is None:
             return compute(query, key, value, is_choosing=False).transpose(1, 2), None
-        return _attend_to_choice(module, (query, key, value), choice, _Counted(module, watch.layer, compute)), None
+        return _attend_to_choice(
+            module, (query, key, value), choice, _Counted(module, watch.layer, compute)
+        ), None
 
     AttentionInterface.register(_ATTENTION, attend)
     if choosing_modules(decoder):
-        AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(1, 1, 1, 0, dtype=torch.bool))
+        AttentionMaskInterface.register(
+            _ATTENTION, lambda **_: torch.zeros(1, 1, 1, 0, dtype=torch.bool)
+        )
     if type(decoder).__name__ in TAKE_MASKS:
         AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
     if decoder.config._attn_implementation == _ATTENTION:
@@ -255,29 +338,54 @@ def _run(
             module.p = 0.0
     sequence = SequencePass((Layout("contiguous", _TOKENS, 1),), None, is_part=True)
     kept = saved_tensors_hooks(watch.note, lambda x: x)
-    with _hooked(watch, runs, decoder, layers, first), passing(sequence), watch.counter, kept:
+    with (
+        _hooked(watch, runs, decoder, layers, first),
+        passing(sequence),
+        watch.counter,
+        kept,
+    ):
         out = decoder(input_ids=tokens, use_cache=False)
         watch.switch("")
         for run in (*runs, watch.outside):
-            run.settle({id(storage) for each in (watch.shared, watch.copies) for storage in each.values()})
+            run.settle(
+                {
+                    id(storage)
+                    for each in (watch.shared, watch.copies)
+                    for storage in each.values()
+                }
+            )
         del out  # until here, with what its backward pass needs
     return [runs[number] for number in first], watch.outside
 
 
 @contextmanager
 def _hooked(
-    watch: _Watch, runs: list[LayerRun], decoder: nn.Module, layers: list[nn.Module], first: list[int]
+    watch: _Watch,
+    runs: list[LayerRun],
+    decoder: nn.Module,
+    layers: list[nn.Module],
+    first: list[int],
 ) -> Iterator[None]:
     handles: list[Any] = []
     made: dict[int, Any] = {}
 
-    def on(module: nn.Module, begin: Callable[[list[Tensor]], Any] | None, end: Callable[[Any], Any]) -> None:
+    def on(
+        module: nn.Module,
+        begin: Callable[[list[Tensor]], Any] | None,
+        end: Callable[[Any], Any],
+    ) -> None:
         if begin is not None:
-            handles.append(module.register_forward_pre_hook(lambda _, *given: begin(_tensors(given)), with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, *given: begin(_tensors(given)), with_kwargs=True
+                )
+            )
         handles.append(module.register_forward_hook(lambda _, __, out: end(out)))
 
     def again(number: int, *_: object, **__: object) -> object:
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
+        return tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, made[number]
+        )
 
     def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
         run.times, run.input = run.times + 1, given[0].numel() // _TOKENS
@@ -286,7 +394,14 @@ def _hooked(
 
     def cast(_: nn.Module, *given: Any) -> Any:
         """Give a layer copies of its own in its dtype, as FSDP does."""
-        return tree_map(lambda x: watch.copy(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else x, given)
+        return tree_map(
+            lambda x: (
+                watch.copy(x)
+                if isinstance(x, Tensor) and x.dtype == torch.float32
+                else x
+            ),
+            given,
+        )
 
     def begin_child(run: LayerRun, name: str, given: list[Tensor]) -> None:
         watch.switch(name)
@@ -295,7 +410,9 @@ def _hooked(
 
     def begin_norm(run: LayerRun, given: list[Tensor]) -> None:
         watch.norms += 1
-        run.inputs.append(_Saved.of(given[0], watch.child, in_norm=True, is_input=False))
+        run.inputs.append(
+            _Saved.of(given[0], watch.child, in_norm=True, is_input=False)
+        )
 
     def end_norm(_: object) -> None:
         watch.norms -= 1
@@ -317,14 +434,26 @@ def _hooked(
             on(child, partial(begin_child, run, name), lambda _: watch.switch(""))
         for module in layer.modules():
             if isinstance(module, (nn.Linear, Conv1D)):
-                on(module, None, lambda _, run=run, module=module: run.linears.add(module))
+                on(
+                    module,
+                    None,
+                    lambda _, run=run, module=module: run.linears.add(module),
+                )
             # Norms that run in chunks of tokens (``blockwise.norm``).
-            if is_norm(module) and not isinstance(module, nn.LayerNorm) and module._parameters:
+            if (
+                is_norm(module)
+                and not isinstance(module, nn.LayerNorm)
+                and module._parameters
+            ):
                 on(module, partial(begin_norm, run), end_norm)
     inside = {module for layer in layers for module in layer.modules()}
     for path, module in decoder.named_modules():
         if is_norm(module) and module._parameters and module not in inside:
-            on(module, partial(begin_child, watch.outside, path), lambda _: watch.switch(""))
+            on(
+                module,
+                partial(begin_child, watch.outside, path),
+                lambda _: watch.switch(""),
+            )
             on(module, partial(begin_norm, watch.outside), end_norm)
     try:
         yield
@@ -337,7 +466,12 @@ def _hooked(
 
 def _tensors(given: object) -> list[Tensor]:
     leaves = tree_leaves(given)
-    inside = [x for each in leaves if isinstance(each, Mapping) for x in _tensors([*each.values()])]
+    inside = [
+        x
+        for each in leaves
+        if isinstance(each, Mapping)
+        for x in _tensors([*each.values()])
+    ]
     return [x for x in leaves if isinstance(x, Tensor)] + inside
 
 
@@ -348,7 +482,9 @@ def is_norm(module: nn.Module) -> bool:
 def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ...]:
     """Return what a layer keeps of a token by ``kinds.PARTS``; ``mixers`` are its children with attention."""
     last = max((at for at, name in enumerate(run.order) if name in mixers), default=-1)
-    early = {name for name in run.order[: last + 1] if name not in run.order[last + 1 :]}
+    early = {
+        name for name in run.order[: last + 1] if name not in run.order[last + 1 :]
+    }
 
     def part_of(child: str, *, is_input: bool) -> int:
         norms = is_norm(layer.get_submodule(child)) if child else False
@@ -386,4 +522,6 @@ def kept_around(run: LayerRun, layers: list[LayerRun]) -> tuple[Kept, Kept]:
 
 def products_of(run: LayerRun, children: set[str], *, inside: bool) -> int:
     """Return the weights that a token is multiplied with in some children, or in all others."""
-    return sum(flops for name, flops in run.products.items() if (name in children) == inside) // (2 * _TOKENS)
+    return sum(
+        flops for name, flops in run.products.items() if (name in children) == inside
+    ) // (2 * _TOKENS)

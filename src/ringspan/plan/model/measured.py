@@ -19,7 +19,9 @@ from ringspan.torch.multimodal.cuts import pieces_of
 ATTENTION: Final = "ringspan_planned"
 """Attention that keeps what a fused kernel keeps, on a device without kernels."""
 _FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FUSED_BACKWARD: Final = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
 
 
 class Measured(NamedTuple):
@@ -31,7 +33,11 @@ class Measured(NamedTuple):
 
 
 def measure(
-    model: nn.Module, compute: Callable[..., Any], inputs: Mapping[str, Tensor], *, count_flops: bool
+    model: nn.Module,
+    compute: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    *,
+    count_flops: bool,
 ) -> Measured:
     """Run a tower (``compute`` of ``inputs``) on the meta device, and its slower backward pass if FLOPs are counted."""
     weights = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
@@ -39,14 +45,19 @@ def measure(
 
     def note(x: Tensor) -> Tensor:
         if id_of(x) not in weights:
-            kept.setdefault(id_of(x), x)  # held, so that its number is given to no other
+            # held, so that its number is given to no other
+            kept.setdefault(id_of(x), x)
         return x
 
     def embeddings() -> tuple[int, list[Tensor]]:
         """Return the number of embeddings, and all that is computed, of deeper layers too."""
         output = compute(**inputs, return_dict=True)
         pieces = [*pieces_of(output.pooler_output)]
-        deeper = [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
+        deeper = [
+            piece
+            for each in getattr(output, "deepstack_features", None) or ()
+            for piece in pieces_of(each)
+        ]
         return sum(map(len, pieces)), pieces + deeper
 
     with WithIntegers(), saved_tensors_hooks(note, lambda x: x):
@@ -56,7 +67,9 @@ def measure(
     flops = None
     if count_flops:
         kept.clear()
-        counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward})
+        counter = FlopCounterMode(
+            display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward}
+        )
         with counter, WithIntegers():
             _, made = embeddings()
             torch.autograd.backward(made, [torch.empty_like(piece) for piece in made])
@@ -69,28 +82,48 @@ def id_of(x: Tensor) -> int:
 
 
 def _fused(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     del module
-    out = _FUSED(query, key, value, 0.0, False, attn_mask=attention_mask, scale=others.get("scaling"))[0]
+    out = _FUSED(
+        query,
+        key,
+        value,
+        0.0,
+        False,
+        attn_mask=attention_mask,
+        scale=others.get("scaling"),
+    )[0]
     return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _fused)
 
 
-def _forward(query: object, key: object, value: object, *_: object, **__: object) -> int:
+def _forward(
+    query: object, key: object, value: object, *_: object, **__: object
+) -> int:
     return sdpa_flop(query, key, value)
 
 
-def _backward(_: object, query: object, key: object, value: object, *__: object, **___: object) -> int:
-    return 2 * sdpa_flop(query, key, value)  # of the model, without the scores that a kernel computes again
+def _backward(
+    _: object, query: object, key: object, value: object, *__: object, **___: object
+) -> int:
+    # of the model, without the scores that a kernel computes again
+    return 2 * sdpa_flop(query, key, value)
 
 
 class WithIntegers(TorchDispatchMode):
     """Create integers on the CPU where the meta device is asked for, and let both meet."""
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         del types
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -98,7 +131,9 @@ class WithIntegers(TorchDispatchMode):
             if func.overloadpacket == torch.ops.aten.index:
                 args = args[0], [place for index in args[1] for place in _places(index)]
             args, kwargs = tree_map(_without_values, (args, kwargs))
-        elif str(kwargs.get("device")) == "meta" and _is_of_integers(func, tensors, args, kwargs):
+        elif str(kwargs.get("device")) == "meta" and _is_of_integers(
+            func, tensors, args, kwargs
+        ):
             kwargs["device"] = torch.device("cpu")
         return func(*args, **(kwargs or {}))
 
@@ -114,9 +149,13 @@ def _without_values(x: object) -> Any:
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
 
 
-def _is_of_integers(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_of_integers(
+    func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
     if kwargs.get("dtype") is not None:
         return not kwargs["dtype"].is_floating_point
     if tensors:
         return not tensors[0].is_floating_point()
-    return func.overloadpacket == torch.ops.aten.arange and all(isinstance(number, int) for number in args)
+    return func.overloadpacket == torch.ops.aten.arange and all(
+        isinstance(number, int) for number in args
+    )

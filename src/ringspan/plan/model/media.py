@@ -42,5 +42,9 @@ def _read(option: str, text: str) -> Units:
     match = _FORM.fullmatch(text.strip().lower())
     numbers = [int(number) for number in match.groups() if number] if match else []
     if not numbers or not all(0 < number <= _MOST for number in numbers):
-        raise ConfigError(f"{option} {text}: give COUNT, or COUNTxHEIGHTxWIDTH in pixels, such as 64x448x448")
-    return Units(option, numbers[0], (numbers[1], numbers[2]) if len(numbers) == 3 else None)
+        raise ConfigError(
+            f"{option} {text}: give COUNT, or COUNTxHEIGHTxWIDTH in pixels, such as 64x448x448"
+        )
+    return Units(
+        option, numbers[0], (numbers[1], numbers[2]) if len(numbers) == 3 else None
+    )

@@ -8,18 +8,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.kinds import Kept, LayerKind
-from ringspan.plan.model.layers import LayerRun, first_alike, kept_around, kept_of, products_of, run_layers
+from ringspan.plan.model.layers import (
+    LayerRun,
+    first_alike,
+    kept_around,
+    kept_of,
+    products_of,
+    run_layers,
+)
 from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import LayerKind as Seen
-from ringspan.torch.layers.decoder import cached_kinds, decoder_of, layer_kinds, layers_of, text_config
+from ringspan.torch.layers.decoder import (
+    cached_kinds,
+    decoder_of,
+    layer_kinds,
+    layers_of,
+    text_config,
+)
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
 from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.model.recurrent import stateful_modules
@@ -36,16 +54,26 @@ def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
             "AutoModelForMultimodalLM); a ring does not run it"
         )
     model = built(AutoModelForCausalLM, values, name)
-    return ModelShape(name=name, config=json.dumps(dict(values)), **decoder_values(model, name))
+    return ModelShape(
+        name=name, config=json.dumps(dict(values)), **decoder_values(model, name)
+    )
 
 
 def config_of(values: Mapping[str, Any], name: str) -> PreTrainedConfig:
     """Return transformers' config of these values; ConfigError if its class does not take them."""
     kind = values["model_type"]
     try:
-        return CONFIG_MAPPING[kind](**{key: _number(value) for key, value in values.items() if key != "model_type"})
+        return CONFIG_MAPPING[kind](
+            **{
+                key: _number(value)
+                for key, value in values.items()
+                if key != "model_type"
+            }
+        )
     except Exception as error:  # of config classes of any kind
-        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+        raise ConfigError(
+            f"{name}: transformers builds no {kind} model of its config: {one_line(error)}"
+        ) from error
 
 
 def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
@@ -60,7 +88,9 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
             model = auto.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # of modules of any kind
         kind = values["model_type"]
-        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+        raise ConfigError(
+            f"{name}: transformers builds no {kind} model of its config: {one_line(error)}"
+        ) from error
     refuse_config(model.config)
     return model
 
@@ -79,7 +109,8 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
         config.pad_token_id = None  # some look for it in the tokens
     # Some layers have several attentions, and some configs number the encoder's layers.
     sees = (len(layers) * layer_kinds(config))[: len(layers)]
-    stacks = [path.rpartition(".")[0] for path in named]  # of which one may run more often
+    # of which one may run more often
+    stacks = [path.rpartition(".")[0] for path in named]
     keeps = (len(layers) * cached_kinds(config))[: len(layers)]
     first = first_alike(layers, zip(sees, keeps, stacks, strict=True))
     try:
@@ -97,8 +128,12 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
         held |= own
         if first[number] == number:
             whole = 0 if unsplit else sum(p.numel() for p in own if p not in split)
-            facts = _Facts(layer, config.hidden_size, run, f"{name}: layer {number} of {kind}")
-            kinds.append(facts.kind(sees[number], whole, keeps=keeps[number] is not None))
+            facts = _Facts(
+                layer, config.hidden_size, run, f"{name}: layer {number} of {kind}"
+            )
+            kinds.append(
+                facts.kind(sees[number], whole, keeps=keeps[number] is not None)
+            )
         else:
             kinds.append(kinds[first[number]])
         kinds[number] = replace(kinds[number], parameters=sum(p.numel() for p in own))
@@ -137,7 +172,11 @@ def _number(value: object) -> Any:
         return [_number(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return float(value["__float__"]) if [*value] == ["__float__"] else {n: _number(each) for n, each in value.items()}
+    return (
+        float(value["__float__"])
+        if [*value] == ["__float__"]
+        else {n: _number(each) for n, each in value.items()}
+    )
 
 
 def _latents_of(callers: list[nn.Module]) -> dict[str, int]:
@@ -158,30 +197,64 @@ class _Facts:
                 f"{where} has states in {', '.join(self.stateful)}; the planner counts one per layer; use --trace"
             )
         mixing = {*self.stateful.values(), *run.callers}
-        self.mixers = {name for name, child in layer.named_children() if mixing & {*child.modules()}}
-        inside = {id(p) for name in self.mixers for p in layer.get_submodule(name).parameters()}
+        self.mixers = {
+            name
+            for name, child in layer.named_children()
+            if mixing & {*child.modules()}
+        }
+        inside = {
+            id(p)
+            for name in self.mixers
+            for p in layer.get_submodule(name).parameters()
+        }
         outside = [p for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
-        self.rest, experts = [p.numel() for p in outside], [p for p in outside if p.ndim == 3]
-        self.experts = max((len(p) for p in experts), default=0), sum(p.numel() for p in experts)
-        self.linears = [each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))]
-        called = {*run.linears, *(each for state in self.stateful.values() for each in state.modules())}
-        idle = {id(each.weight) for each in self.linears if each not in called}  # Zamba's, for its other layers
+        self.rest, experts = (
+            [p.numel() for p in outside],
+            [p for p in outside if p.ndim == 3],
+        )
+        self.experts = (
+            max((len(p) for p in experts), default=0),
+            sum(p.numel() for p in experts),
+        )
+        self.linears = [
+            each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))
+        ]
+        called = {
+            *run.linears,
+            *(each for state in self.stateful.values() for each in state.modules()),
+        }
+        # Zamba's, for its other layers
+        idle = {id(each.weight) for each in self.linears if each not in called}
         inside -= idle
         # Without decays, of as many numbers as a state.
-        weights = [(path, p) for path, p in layer.named_parameters() if p.ndim > 1 and not path.endswith("A_log")]
+        weights = [
+            (path, p)
+            for path, p in layer.named_parameters()
+            if p.ndim > 1 and not path.endswith("A_log")
+        ]
         self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
 
     def kind(self, sees: Seen, whole: int, *, keeps: bool) -> LayerKind:
         scan, channels, taps, mixed = None, 0, 0, 0
         for path, module in self.stateful.items():
             scan = scan_of(module, f"{self.where}, {path}")
-            convolution = next((each for each in module.modules() if isinstance(each, nn.Conv1d)), None)
+            convolution = next(
+                (each for each in module.modules() if isinstance(each, nn.Conv1d)), None
+            )
             if convolution is not None:
                 channels, taps = convolution.in_channels, convolution.kernel_size[0]
-            rows = [each.out_features for each in module.modules() if isinstance(each, nn.Linear)]
+            rows = [
+                each.out_features
+                for each in module.modules()
+                if isinstance(each, nn.Linear)
+            ]
             mixed = sum(rows) - self.size + 2 * channels
         used = products_of(self.run, self.mixers, inside=False)
-        mixing = self.mixing if self.stateful else products_of(self.run, self.mixers, inside=True)
+        mixing = (
+            self.mixing
+            if self.stateful
+            else products_of(self.run, self.mixers, inside=True)
+        )
         products = self._products()
         linears = [each.weight for each in self.linears]
         return LayerKind(
@@ -197,7 +270,11 @@ class _Facts:
             calls=max(1, len(self.run.callers)),
             window=(sees.chunk or sees.window) if self.run.callers else None,
             chunks=bool(sees.chunk and self.run.callers),
-            linears=(len(linears), sum(sum(x.shape) for x in linears), sum(x.numel() for x in linears)),
+            linears=(
+                len(linears),
+                sum(sum(x.shape) for x in linears),
+                sum(x.numel() for x in linears),
+            ),
             kept=self._kept(),
             shared=self.run.shared,
             index=self.run.index,

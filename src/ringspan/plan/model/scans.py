@@ -20,7 +20,9 @@ def scan_of(module: nn.Module, where: str) -> Scan | None:
             return scan(module)
     if names == ("causal_conv1d_fn",):
         return None
-    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count; use --trace")
+    raise UnsupportedError(
+        f"{where} computes {', '.join(names)}, which the planner does not count; use --trace"
+    )
 
 
 def _delta(heads: int, key: int, value: int) -> Scan:
@@ -32,34 +34,65 @@ def _delta(heads: int, key: int, value: int) -> Scan:
     c = _DELTA_CHUNK
     flops = heads * (4 * c * key + c * (key + value) + 2 * c * value + 6 * key * value)
     state = heads * key * value
-    return Scan(state=state, map_=heads * key * key, flops=flops, out=heads * value, chunk_states=state / c)
+    return Scan(
+        state=state,
+        map_=heads * key * key,
+        flops=flops,
+        out=heads * value,
+        chunk_states=state / c,
+    )
 
 
 def _state_space(heads: int, size: int, states: int, groups: int, chunk: int) -> Scan:
     """Count in a chunk of c tokens: C by B per group (2 c N), scores by inputs (2 c V); per head the state (4 V N)."""
     flops = 2 * chunk * states * groups + heads * (2 * chunk * size + 4 * size * states)
     state = heads * size * states
-    return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / chunk)
+    return Scan(
+        state=state,
+        map_=heads,
+        flops=flops,
+        out=heads * size,
+        chunk_states=state / chunk,
+    )
 
 
 def _selective(channels: int, states: int) -> Scan:
-    return Scan(state=channels * states, map_=channels * states, flops=6.0 * channels * states, out=channels)
+    return Scan(
+        state=channels * states,
+        map_=channels * states,
+        flops=6.0 * channels * states,
+        out=channels,
+    )
 
 
 def _lightning(heads: int, size: int, block: int) -> Scan:
     """Count per head, in a block of c tokens: queries by keys, scores by values (4 c K), the state (4 K K)."""
     state = heads * size * size
     flops = heads * (4 * block * size + 4 * size * size)
-    return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / block)
+    return Scan(
+        state=state,
+        map_=heads,
+        flops=flops,
+        out=heads * size,
+        chunk_states=state / block,
+    )
 
 
 # By the function of transformers that a module calls.
 _SCANS: Final[dict[str, Callable[[Any], Scan]]] = {
-    "torch_chunk_gated_delta_rule": lambda of: _delta(of.num_v_heads, of.head_k_dim, of.head_v_dim),
+    "torch_chunk_gated_delta_rule": lambda of: _delta(
+        of.num_v_heads, of.head_k_dim, of.head_v_dim
+    ),
     "mamba2_chunk_scan": lambda of: _state_space(
         of.num_heads, of.head_dim, of.ssm_state_size, of.n_groups, of.chunk_size
     ),
-    "chunk_kimi_delta_attention": lambda of: _delta(of.num_heads, of.head_dim, of.head_dim),
-    "mamba_selective_scan": lambda of: _selective(of.intermediate_size, of.ssm_state_size),
-    "lightning_attention": lambda of: _lightning(of.num_attention_heads, of.head_dim, of.block_size),
+    "chunk_kimi_delta_attention": lambda of: _delta(
+        of.num_heads, of.head_dim, of.head_dim
+    ),
+    "mamba_selective_scan": lambda of: _selective(
+        of.intermediate_size, of.ssm_state_size
+    ),
+    "lightning_attention": lambda of: _lightning(
+        of.num_attention_heads, of.head_dim, of.block_size
+    ),
 }

@@ -15,7 +15,16 @@ PACKED_BYTES: Final = {
     "nf4-double": 0.5 + (1 + 4 / 256) / 64,
 }  # fmt: skip
 
-_NONE = LayerKind(parameters=0, matrices=0, feedforward=0, intermediate=0, heads=1, kv_heads=1, head_dim=1, value_dim=1)
+_NONE = LayerKind(
+    parameters=0,
+    matrices=0,
+    feedforward=0,
+    intermediate=0,
+    heads=1,
+    kv_heads=1,
+    head_dim=1,
+    value_dim=1,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,14 +63,20 @@ class ModelShape:
     def adapted(self, rank: int, weights: str = "") -> "ModelShape":
         """Return the model frozen, packed as ``weights`` says, with adapters; UnsupportedError for towers."""
         if self.sees:
-            raise UnsupportedError(f"{self.name}: --lora plans models of text, not {self.model_type} with its towers")
-        made = {kind: kind.adapted(rank, is_packed=bool(weights)) for kind in {*self.kinds}}
+            raise UnsupportedError(
+                f"{self.name}: --lora plans models of text, not {self.model_type} with its towers"
+            )
+        made = {
+            kind: kind.adapted(rank, is_packed=bool(weights)) for kind in {*self.kinds}
+        }
         unsplit = "packed weights are not split; use tp=1" if weights else self.unsplit
         kinds = tuple(made[kind] for kind in self.kinds)
         return replace(self, kinds=kinds, lora=rank, weights=weights, unsplit=unsplit)
 
     def bytes_of(self, parameters: int, packed: int, number_bytes: int) -> int:
-        return number_bytes * (parameters - packed) + round(PACKED_BYTES[self.weights] * packed)
+        return number_bytes * (parameters - packed) + round(
+            PACKED_BYTES[self.weights] * packed
+        )
 
     @property
     def layers(self) -> int:
@@ -77,7 +92,12 @@ class ModelShape:
         """The layer with the most numbers in queries and keys."""
         attending = (kind for kind in self.kinds if kind.attends)
         return max(
-            attending, key=lambda kind: (kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim), default=_NONE
+            attending,
+            key=lambda kind: (
+                kind.heads * kind.head_dim,
+                kind.kv_heads * kind.head_dim,
+            ),
+            default=_NONE,
         )
 
     @cached_property
@@ -132,11 +152,18 @@ class ModelShape:
             for name in ("heads", "kv_heads", "intermediate"):
                 if getattr(kind, name) % tp:
                     size = getattr(kind, name)
-                    raise UnsupportedError(f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor")
+                    raise UnsupportedError(
+                        f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor"
+                    )
         shares = {kind: kind.share(tp) for kind in {*self.kinds}}
         vocab = self.vocab // tp if self.vocab % tp == 0 else self.vocab
         gone = (self.vocab - vocab) * self.hidden * (1 if self.tied else 2)
-        return replace(self, vocab=vocab, root=self.root - gone, kinds=tuple(shares[kind] for kind in self.kinds))
+        return replace(
+            self,
+            vocab=vocab,
+            root=self.root - gone,
+            kinds=tuple(shares[kind] for kind in self.kinds),
+        )
 
     def counted(self, layers: int) -> dict[LayerKind, int]:
         if layers not in self._counts:
@@ -153,7 +180,9 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        in_layers = sum(kind.parameters * count for kind, count in self.counted(self.layers).items())
+        in_layers = sum(
+            kind.parameters * count for kind, count in self.counted(self.layers).items()
+        )
         return in_layers + sum(self.tower_layers) + self.root
 
     @property
@@ -162,19 +191,30 @@ class ModelShape:
 
     @property
     def trained(self) -> int:
-        return self.trained_of_layers(self.layers) + sum(self.tower_layers) + self.trained_root
+        return (
+            self.trained_of_layers(self.layers)
+            + sum(self.tower_layers)
+            + self.trained_root
+        )
 
     def trained_of_layers(self, count: int) -> int:
         counts, before = self.counted(self.layers), self.counted(self.layers - count)
-        return sum(kind.trained * (number - before.get(kind, 0)) for kind, number in counts.items())
+        return sum(
+            kind.trained * (number - before.get(kind, 0))
+            for kind, number in counts.items()
+        )
 
     @property
     def matrix_parameters(self) -> int:
         """Weights that every token is multiplied with, head included: 2 FLOPs each in forward."""
-        in_layers = sum(kind.matrices * count for kind, count in self.counted(self.layers).items())
+        in_layers = sum(
+            kind.matrices * count for kind, count in self.counted(self.layers).items()
+        )
         return in_layers + self.outside + self.vocab * self.hidden
 
     @property
     def active_parameters(self) -> int:
         """Parameters without those of experts that a token is not sent to."""
-        return self.parameters - sum(kind.idle * count for kind, count in self.counted(self.layers).items())
+        return self.parameters - sum(
+            kind.idle * count for kind, count in self.counted(self.layers).items()
+        )

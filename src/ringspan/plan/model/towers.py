@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -37,15 +42,23 @@ from ringspan.torch.multimodal.cuts import (
 from ringspan.torch.multimodal.kinds import KINDS, Modality
 
 
-def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> ModelShape | None:
+def seeing_shape(
+    values: Mapping[str, Any], name: str, media: Media, dtype: str
+) -> ModelShape | None:
     """Return the shape of a config with towers, in ``dtype``, else None; raise for unknown parts or bad sizes."""
     kind = values["model_type"]
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
         return None
-    of_sequences = kind.endswith("flamingo") or (kind in KINDS and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    of_sequences = kind.endswith("flamingo") or (
+        kind in KINDS and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    )
     if not of_sequences and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return None
-    model = built(AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM, values, name)
+    model = built(
+        AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM,
+        values,
+        name,
+    )
     if kind in KINDS and KINDS[kind].is_prefix:
         raise UnsupportedError(
             f"{name}: a {kind} prompt sees itself both ways, and no option says how long it is; the planner does not "
@@ -61,9 +74,13 @@ def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str)
             )
         return shape
     in_layers = [
-        sum(p.numel() for p in layer.parameters()) for part in towers_of(model) for layer in layers_of(part).values()
+        sum(p.numel() for p in layer.parameters())
+        for part in towers_of(model)
+        for layer in layers_of(part).values()
     ]
-    shown = [(modality, media[modality.name]) for modality in _shown(model, media, name)]
+    shown = [
+        (modality, media[modality.name]) for modality in _shown(model, media, name)
+    ]
     model.to(getattr(torch, dtype)).train()
     towers = [_tower(model, modality, units, name) for modality, units in shown]
     return replace(
@@ -71,8 +88,13 @@ def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str)
         root=shape.root - sum(in_layers),
         towers=tuple(towers),
         tower_layers=tuple(in_layers),
-        tower_root=sum(p.numel() for part in towers_of(model) for p in part.parameters()) - sum(in_layers),
-        later_pairs=sum(_later_pairs(tower) for tower in towers) if KINDS[kind].blocks else 0,
+        tower_root=sum(
+            p.numel() for part in towers_of(model) for p in part.parameters()
+        )
+        - sum(in_layers),
+        later_pairs=sum(_later_pairs(tower) for tower in towers)
+        if KINDS[kind].blocks
+        else 0,
     )
 
 
@@ -83,15 +105,22 @@ def _later_pairs(tower: Tower) -> int:
 
 
 def _shown(model: PreTrainedModel, media: Media, name: str) -> list[Modality]:
-    modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
+    modalities = {
+        modality.name: modality
+        for modality in KINDS[model.config.model_type].modalities
+    }
     for modality, units in media.items():
         if modality not in modalities:
             takes = " and ".join(OPTIONS[each] for each in modalities)
-            raise ConfigError(f"{units.option}: {name} ({model.config.model_type}) does not take it; it takes {takes}")
+            raise ConfigError(
+                f"{units.option}: {name} ({model.config.model_type}) does not take it; it takes {takes}"
+            )
     return [modalities[modality] for modality in media]
 
 
-def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) -> Tower:
+def _tower(
+    model: PreTrainedModel, modality: Modality, given: Units, name: str
+) -> Tower:
     """Measure the cost of units on few of them."""
     parts = towers_of(model)
     for part in parts:
@@ -101,9 +130,15 @@ def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) 
 
     def run(count: int, *, count_flops: bool = False) -> Measured:
         try:
-            made = {name: x.to(model.dtype) if x.is_meta else x for name, x in inputs(count).items()}
+            made = {
+                name: x.to(model.dtype) if x.is_meta else x
+                for name, x in inputs(count).items()
+            }
             return measure(model, compute, made, count_flops=count_flops)
-        except (NotImplementedError, RuntimeError) as error:  # of values that the meta device has not
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ) as error:  # of values that the meta device has not
             raise UnsupportedError(
                 f"{name}: the planner cannot run the tower of {model.config.model_type} without values: "
                 f"{one_line(error)}"
@@ -111,8 +146,9 @@ def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) 
 
     one = run(1, count_flops=True)
     assert one.flops is not None
+    # whose images lie beside each other
     counts, flops = (2, 3), Growth(units=one.flops)
-    if "pixtral" in [part.config.model_type for part in parts]:  # whose images lie beside each other
+    if "pixtral" in [part.config.model_type for part in parts]:
         counts, two = (2, 3, 4), run(2, count_flops=True).flops
         assert two is not None
         pairs = (two - 2 * one.flops) // 2
@@ -123,9 +159,14 @@ def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) 
             checkpoint_all(part, {"use_reentrant": False})
     checkpointed = Growth.through(*(run(count).saved_bytes for count in counts))
     for part in parts:  # under its name before transformers 5.2x too
-        getattr(part, "activation_checkpointing_disable", part.gradient_checkpointing_disable)()
+        getattr(
+            part,
+            "activation_checkpointing_disable",
+            part.gradient_checkpointing_disable,
+        )()
     pixels = sum(each.numel() for each in inputs(1).values() if each.is_meta)
-    breaks = int(isinstance(modality.cut, FramesOfVideos))  # behind the last frame of a video alone
+    # behind the last frame of a video alone
+    breaks = int(isinstance(modality.cut, FramesOfVideos))
     return Tower(
         modality=modality.name,
         units=units,
@@ -143,19 +184,33 @@ def _features(model: PreTrainedModel, modality: Modality) -> Callable[..., Any]:
     inner, kind = inner_of(model), KINDS[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)
-    return getattr(inner, f"get_{modality.name}_features") if kind.features is None else partial(kind.features, inner)
+    return (
+        getattr(inner, f"get_{modality.name}_features")
+        if kind.features is None
+        else partial(kind.features, inner)
+    )
 
 
-def _idefics_images(inner: Any, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
+def _idefics_images(
+    inner: Any, pixel_values: Tensor, **_: object
+) -> BaseModelOutputWithPooling:
     """Compute embeddings without Idefics' method, which looks at pixels for padding images."""
     side = inner.config.vision_config.patch_size
     height, width = pixel_values.shape[-2:]
-    mask = torch.ones(len(pixel_values), height // side, width // side, dtype=torch.bool, device="cpu")
-    seen = inner.vision_model(pixel_values=pixel_values, patch_attention_mask=mask, return_dict=True)
-    return BaseModelOutputWithPooling(pooler_output=inner.connector(seen.last_hidden_state))
+    mask = torch.ones(
+        len(pixel_values), height // side, width // side, dtype=torch.bool, device="cpu"
+    )
+    seen = inner.vision_model(
+        pixel_values=pixel_values, patch_attention_mask=mask, return_dict=True
+    )
+    return BaseModelOutputWithPooling(
+        pooler_output=inner.connector(seen.last_hidden_state)
+    )
 
 
-def _inputs(model: PreTrainedModel, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+def _inputs(
+    model: PreTrainedModel, cut: Cut, given: Units
+) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
     """Return a sequence's units, and a tower's inputs for some; ConfigError for a size that it rejects."""
     config = model.config
     if isinstance(cut, WindowsOfSound):
@@ -167,7 +222,9 @@ def _inputs(model: PreTrainedModel, cut: Cut, given: Units) -> tuple[int, Callab
     whole = (whole, whole) if isinstance(whole, int) else (*whole,)
     size = given.size or whole
     if tower.model_type == "pixtral":
-        _check_multiple(given, size, tower.patch_size * getattr(config, "spatial_merge_size", 1))
+        _check_multiple(
+            given, size, tower.patch_size * getattr(config, "spatial_merge_size", 1)
+        )
         whole = size
     elif not isinstance(cut, ImagesOfTiles) and size != whole:
         raise ConfigError(
@@ -178,7 +235,9 @@ def _inputs(model: PreTrainedModel, cut: Cut, given: Units) -> tuple[int, Callab
     if isinstance(cut, FramesOfVideos):
         return given.count, lambda count: {cut.pixels: _pixels(count, 1, *shape)}
     if isinstance(cut, ImagesOfTiles):
-        tiles = image_size_to_num_patches(list(size), config.image_grid_pinpoints, whole[0])
+        tiles = image_size_to_num_patches(
+            list(size), config.image_grid_pinpoints, whole[0]
+        )
         return given.count, lambda count: {
             cut.pixels: _pixels(count, tiles, *shape),
             "image_sizes": torch.tensor([size] * count),
@@ -208,14 +267,21 @@ def _frames_of_grid(
 
     def inputs(count: int) -> dict[str, Tensor]:
         grid = [[count, rows, columns]] if is_video else [[1, rows, columns]] * count
-        return {cut.pixels: _pixels(count * rows * columns, values), cut.grid: torch.tensor(grid)}
+        return {
+            cut.pixels: _pixels(count * rows * columns, values),
+            cut.grid: torch.tensor(grid),
+        }
 
     return units, inputs
 
 
-def _windows(cut: WindowsOfSound, tower: PreTrainedConfig, count: int) -> dict[str, Tensor]:
+def _windows(
+    cut: WindowsOfSound, tower: PreTrainedConfig, count: int
+) -> dict[str, Tensor]:
     steps = 2 * tower.max_source_positions
-    masks = {name: torch.ones(count, steps, dtype=torch.int64) for name in cut.names[1:]}
+    masks = {
+        name: torch.ones(count, steps, dtype=torch.int64) for name in cut.names[1:]
+    }
     return {cut.pixels: _pixels(count, tower.num_mel_bins, steps), **masks}
 
 

@@ -1,7 +1,7 @@
 """Checks of tensors and groups before anything moves."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,29 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them equal"
             )
     if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
+        raise UnsupportedError(
+            f"dtype {q.dtype} is not supported; use float32 or bfloat16"
+        )
     if q.dtype == torch.float16 and q.device.type == "cpu":
-        raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
+        raise UnsupportedError(
+            "float16 on CPU is not supported; use float32 or bfloat16"
+        )
 
 
 def check_plain(name: str, tensor: object) -> None:
     """Raise UnsupportedError for anything but a dense tensor that is whole on this rank."""
     if isinstance(tensor, DTensor):
-        raise UnsupportedError(f"{name} is a DTensor; pass this rank's part, {name}.to_local()")
+        raise UnsupportedError(
+            f"{name} is a DTensor; pass this rank's part, {name}.to_local()"
+        )
     if not isinstance(tensor, Tensor):
-        raise UnsupportedError(f"{name} must be a torch.Tensor, got {described(tensor)}")
+        raise UnsupportedError(
+            f"{name} must be a torch.Tensor, got {described(tensor)}"
+        )
     if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        kind = (
+            "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        )
         raise UnsupportedError(f"{name} is a {kind} tensor; pass a dense one")
 
 
@@ -48,26 +58,49 @@ def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
         if per_head is None:
             continue
         check_plain(name, per_head)
-        if per_head.shape != q.shape[1:2] or per_head.device != q.device or not per_head.is_floating_point():
+        if (
+            per_head.shape != q.shape[1:2]
+            or per_head.device != q.device
+            or not per_head.is_floating_point()
+        ):
             raise UnsupportedError(
                 f"{name} must be one number for each of the {q.shape[1]} query heads on {q.device}, in floating point, "
                 f"got {per_head.dtype} of shape {tuple(per_head.shape)} on {per_head.device}"
             )
     if slopes is not None and slopes.requires_grad:
-        raise UnsupportedError("slopes are constants of ALiBi and get no gradient; pass slopes.detach()")
+        raise UnsupportedError(
+            "slopes are constants of ALiBi and get no gradient; pass slopes.detach()"
+        )
 
 
-def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def check_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> None:
     """Raise UnsupportedError unless hidden (T, C), weight (V, C), targets (T,) and bias (V,) fit each other."""
-    floats = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    floats = {"hidden": hidden, "weight": weight} | (
+        {} if bias is None else {"bias": bias}
+    )
     for name, x in (floats | {"targets": targets}).items():
         check_plain(name, x)
         if x.device != hidden.device:
-            raise UnsupportedError(f"{name} is on {x.device}, hidden on {hidden.device}; put them on one device")
+            raise UnsupportedError(
+                f"{name} is on {x.device}, hidden on {hidden.device}; put them on one device"
+            )
     (vocabulary, size), tokens = (*weight.shape, 0, 0)[:2], targets.shape[:1]
-    expected = {"weight": (vocabulary, size), "hidden": (*tokens, size), "bias": (vocabulary,), "targets": (*tokens,)}
-    if any(tuple(x.shape) != expected[name] for name, x in (floats | {"targets": targets}).items()):
-        given = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (floats | {"targets": targets}).items())
+    expected = {
+        "weight": (vocabulary, size),
+        "hidden": (*tokens, size),
+        "bias": (vocabulary,),
+        "targets": (*tokens,),
+    }
+    if any(
+        tuple(x.shape) != expected[name]
+        for name, x in (floats | {"targets": targets}).items()
+    ):
+        given = ", ".join(
+            f"{name} {tuple(x.shape)}"
+            for name, x in (floats | {"targets": targets}).items()
+        )
         raise UnsupportedError(
             f"shapes do not fit: {given}; they must be hidden (tokens, size), weight (vocabulary, size), targets "
             "(tokens,) and bias (vocabulary,)"
@@ -76,9 +109,14 @@ def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         raise UnsupportedError(f"targets must be int64 or int32, got {targets.dtype}")
     for name, x in floats.items():
         # A narrower weight is read as exactly as it is; a wider one would be rounded.
-        is_read = torch.is_autocast_enabled(x.device.type) or torch.promote_types(x.dtype, hidden.dtype) == hidden.dtype
+        is_read = (
+            torch.is_autocast_enabled(x.device.type)
+            or torch.promote_types(x.dtype, hidden.dtype) == hidden.dtype
+        )
         if not x.is_floating_point() or (name == "weight" and not is_read):
-            raise UnsupportedError(f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them equal, in floating point")
+            raise UnsupportedError(
+                f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them equal, in floating point"
+            )
     check_differentiation("blockwise_cross_entropy", hidden, weight, bias)
 
 
@@ -93,7 +131,8 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
                 "torch.autograd.grad or backward"
             )
         # Dynamo knows no such question; what it traces meets torch's own error.
-        if not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):  # pyright: ignore
+        functorch: Any = torch._C._functorch  # pyright: ignore
+        if not torch.compiler.is_compiling() and functorch.is_gradtrackingtensor(x):
             raise UnsupportedError(
                 f"{what} is not differentiated by torch.func (grad, vjp, jacrev, hessian); use torch.autograd.grad or "
                 "backward"
@@ -117,16 +156,22 @@ def find_group(group: object) -> dist.ProcessGroup | None:
         check_order(group)
         group = _alive(group.get_group)
     if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return (
+            dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        )
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise UnsupportedError("this rank is not in the group; call it only on the ranks that dist.new_group was given")
+        raise UnsupportedError(
+            "this rank is not in the group; call it only on the ranks that dist.new_group was given"
+        )
     if not isinstance(group, dist.ProcessGroup):
         raise UnsupportedError(
             f"group must be a process group, a mesh of one dimension or None, got {described(group)}; make one with "
             'dist.new_group, or pass mesh["ring"]'
         )
     if _alive(lambda: dist.get_rank(group)) < 0:
-        raise UnsupportedError(f"rank {dist.get_rank()} is not in the group; call it only on the ranks that are")
+        raise UnsupportedError(
+            f"rank {dist.get_rank()} is not in the group; call it only on the ranks that are"
+        )
     return group
 
 

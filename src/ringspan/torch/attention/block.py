@@ -30,31 +30,59 @@ class PackedSpec(NamedTuple):
 
     @staticmethod
     def of(
-        ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False
+        ranges: Ranges,
+        k: Tensor,
+        v: Tensor,
+        dtype: torch.dtype | None = None,
+        scaled: bool = False,
     ) -> "PackedSpec":
-        return PackedSpec(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
+        return PackedSpec(
+            ranges,
+            k.shape[0],
+            k.shape[1],
+            k.shape[-1],
+            v.shape[-1],
+            dtype or k.dtype,
+            k.device,
+            scaled,
+        )
 
     @property
     def buffer_spec(self) -> TensorSpec:
-        numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
+        numbers = (
+            self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
+        )
         if self.scaled:
-            return TensorSpec((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
+            return TensorSpec(
+                (self._factors + numbers * self.dtype.itemsize,),
+                torch.uint8,
+                self.device,
+            )
         return TensorSpec((numbers,), self.dtype, self.device)
 
     @property
     def _factors(self) -> int:
-        return 2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
+        return (
+            2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
+        )
 
     def on(self, buffer: Tensor) -> "Block":
         scales = None
         numbers = buffer
         if self.scaled:
             # Factors first: behind numbers of one byte they would lie at odd addresses.
-            scales = buffer[: self._factors].view(torch.float32).view(2, self.batch, self.heads, 1, 1)
+            scales = (
+                buffer[: self._factors]
+                .view(torch.float32)
+                .view(2, self.batch, self.heads, 1, 1)
+            )
             numbers = buffer[self._factors :].view(self.dtype)
         shape = (self.batch, self.heads, size(self.ranges))
         keys = math.prod(shape) * self.k_size
-        k, v = numbers[:keys].view(*shape, self.k_size), numbers[keys:].view(*shape, self.v_size)
+        k, v = (
+            numbers[:keys].view(*shape, self.k_size),
+            numbers[keys:].view(*shape, self.v_size),
+        )
         return Block(self.ranges, k, v, buffer, scales)
 
     def empty(self) -> "Block":
@@ -82,7 +110,9 @@ class Block:
     def nothing(self) -> "Block":
         return Block((), self.k[:, :, :0], self.v[:, :, :0])
 
-    def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
+    def pack(
+        self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty
+    ) -> "Block":
         """Return the block cut to some ranges, in one buffer from ``make``, or itself if nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
@@ -120,7 +150,9 @@ class RunningSum:
     @staticmethod
     def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
         """Return a sum in ``dtype``, in ``result`` itself if that has the dtype."""
-        return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
+        return RunningSum(
+            result if result.dtype == dtype else torch.empty_like(result, dtype=dtype)
+        )
 
     def add(self, rows: slice, value: Tensor) -> None:
         mine = self._into[:, :, rows]
@@ -154,7 +186,9 @@ class DeferredSum:
         self._waiting, self._sum, self._dtype = Waiting(like.shape[2]), None, dtype
 
     @staticmethod
-    def of(like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> "RunningSum | DeferredSum":
+    def of(
+        like: Tensor, dtype: torch.dtype, into: Tensor | None = None
+    ) -> "RunningSum | DeferredSum":
         """Return a sum of values ``like`` those, in ``dtype``: ``into`` a result that has it."""
         if like.dtype != dtype:
             return DeferredSum(like, dtype)
@@ -191,21 +225,33 @@ Sums = RunningSum | DeferredSum
 class GradientBlock:
     """Float32 sums of dk and dv for ranges of an owner's tokens; packed like its block if sent."""
 
-    def __init__(self, ranges: Ranges, dk: Sums, dv: Sums, buffer: Tensor | None = None) -> None:
+    def __init__(
+        self, ranges: Ranges, dk: Sums, dv: Sums, buffer: Tensor | None = None
+    ) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_owner(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
+        return GradientBlock(
+            ((0, dk.shape[2]),),
+            RunningSum.to_be(dk, dtype),
+            RunningSum.to_be(dv, dtype),
+        )
 
     @staticmethod
     def deferred(k: Tensor, v: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        return GradientBlock(((0, k.shape[2]),), DeferredSum.of(k, dtype), DeferredSum.of(v, dtype))
+        return GradientBlock(
+            ((0, k.shape[2]),), DeferredSum.of(k, dtype), DeferredSum.of(v, dtype)
+        )
 
     @staticmethod
-    def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
+    def in_transit(
+        spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty
+    ) -> "GradientBlock":
         packed = spec.on(make(spec.buffer_spec))
-        return GradientBlock(spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
+        return GradientBlock(
+            spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer
+        )
 
     def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
         self._dk.add(rows, dk)
@@ -221,10 +267,16 @@ class GradientBlock:
     def add_block(self, block: Block) -> None:
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
-            self.add(stored(self.ranges, start, stop), block.k[:, :, rows], block.v[:, :, rows])
+            self.add(
+                stored(self.ranges, start, stop),
+                block.k[:, :, rows],
+                block.v[:, :, rows],
+            )
 
     def finish(self) -> Block:
-        return Block(self.ranges, *self.running(slice(0, size(self.ranges))), self._buffer)
+        return Block(
+            self.ranges, *self.running(slice(0, size(self.ranges))), self._buffer
+        )
 
 
 class PartialBlock:
@@ -234,7 +286,9 @@ class PartialBlock:
         self._block, self._partial = block, Partial.of(block.k, block.v.squeeze(-1))
 
     @staticmethod
-    def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
+    def in_transit(
+        spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty
+    ) -> "PartialBlock":
         return PartialBlock(spec.on(make(spec.buffer_spec)))
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -243,7 +297,11 @@ class PartialBlock:
     def add_block(self, block: Block) -> None:
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
-            self.add(self._block.rows(start, stop), block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
+            self.add(
+                self._block.rows(start, stop),
+                block.k[:, :, rows],
+                block.v[:, :, rows].squeeze(-1),
+            )
 
     def running(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self._partial.running(rows)

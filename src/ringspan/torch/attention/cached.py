@@ -61,7 +61,9 @@ class Turn:
 
     @property
     def positions(self) -> Tensor:
-        return torch.from_numpy(self.queries.positions(self.rank if self.is_split else 0))
+        return torch.from_numpy(
+            self.queries.positions(self.rank if self.is_split else 0)
+        )
 
     @cached_property
     def kept(self) -> Tensor:
@@ -102,7 +104,10 @@ class Turn:
         for number, mask in enumerate(masks):
             rows = asked.of_rows(slice(number * each, (number + 1) * each))
             ring = self._ring_of(rows, kind, mask)
-            with one_at_a_time(self.group), torch.autocast(asked.q.device.type, enabled=False):
+            with (
+                one_at_a_time(self.group),
+                torch.autocast(asked.q.device.type, enabled=False),
+            ):
                 parts.append(forward(ring, rows.q, rows.k, rows.v))
         out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
         return out, lse
@@ -117,23 +122,49 @@ class Turn:
 
     def _ring_of(self, asked: Request, kind: object, mask: Mask) -> Ring:
         q, k = asked.q, asked.k
-        key = kind, mask, asked.scale, asked.softcap, asked.kernel, q.shape[:2], k.shape[1]
+        key = (
+            kind,
+            mask,
+            asked.scale,
+            asked.softcap,
+            asked.kernel,
+            q.shape[:2],
+            k.shape[1],
+        )
         if key not in self._rings:
             self._rings[key] = self._ring(asked, self.reaches[kind].keys, mask)
         return self._rings[key]
 
     def _ring(self, asked: Request, keys: CustomLayout, mask: Mask) -> Ring:
         q, k, v = asked.q, asked.k, asked.v
-        scores = Scores(q.shape[-1] ** -0.5 if asked.scale is None else asked.scale, asked.softcap or 0.0)
-        spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=asked.kernel)
+        scores = Scores(
+            q.shape[-1] ** -0.5 if asked.scale is None else asked.scale,
+            asked.softcap or 0.0,
+        )
+        spec = AttentionSpec(
+            scale=scores.scale,
+            softcap=scores.softcap,
+            mask=mask.spec,
+            kernel=asked.kernel,
+        )
         if not self.is_split:
-            mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
-            return Ring(make_schedule(self.queries, mask, 0, mine), transport_of(None, ""), scores, spec)
+            name: Any = "custom"  # outside of the names that users may give
+            mine = CustomLayout(name, keys.length, 1, parts=(keys.parts[self.rank],))
+            return Ring(
+                make_schedule(self.queries, mask, 0, mine),
+                transport_of(None, ""),
+                scores,
+                spec,
+            )
         agree(self.group, _MERGED)
-        shape = Shape(len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize)
+        shape = Shape(
+            len(q), q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], k.dtype.itemsize
+        )
         route = cheaper_route(self.queries, keys, mask, shape)
         schedule = make_schedule(self.queries, mask, self.rank, keys, route)
-        exchange = transport_of(self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}")
+        exchange = transport_of(
+            self.group, f"{_MERGED} {self.start} {self.new.length} {route} {mask.spec}"
+        )
         return Ring(schedule, exchange, scores, spec, num_head_groups(q, k, schedule))
 
 
@@ -144,7 +175,9 @@ def current_turn() -> Turn | None:
     return _turn.get()
 
 
-def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+def merged(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None
+) -> Tensor:
     """Merge each rank's out (B, H, n, E) and lse (B, H, n) into the attention to all shares.
 
     ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, in rank order for equal bits.
@@ -171,6 +204,8 @@ def _alike(masks: tuple[Mask, ...]) -> dict[Mask, slice | Tensor]:
     for row, mask in enumerate(masks):
         rows.setdefault(mask, []).append(row)
     return {
-        mask: slice(those[0], those[-1] + 1) if those[-1] - those[0] + 1 == len(those) else torch.tensor(those)
+        mask: slice(those[0], those[-1] + 1)
+        if those[-1] - those[0] + 1 == len(those)
+        else torch.tensor(those)
         for mask, those in rows.items()
     }

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, stored
 from ringspan.core.schedule.gather import Gathered
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, within_ranges
+from ringspan.core.schedule.kernel_launches import (
+    KernelLaunch,
+    KernelLaunches,
+    within_ranges,
+)
 from ringspan.core.schedule.schedule import Hop, Schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import InPlace, Returning
@@ -37,31 +41,56 @@ class Planned(NamedTuple):
     gathered: Gathered | None = None
 
 
-_known: Final[WeakKeyDictionary[Schedule, dict[Hashable, Planned]]] = WeakKeyDictionary()
+_known: Final[WeakKeyDictionary[Schedule, dict[Hashable, Planned]]] = (
+    WeakKeyDictionary()
+)
 
 
-def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Planned:
+def calls_of(
+    schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool
+) -> Planned:
     """Return the calls of a pass for queries like ``q``."""
     # All that ``choose`` reads but the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
     sizes = q.shape[0], q.shape[1], q.shape[3]
-    key = able, rules_of(q.device), q.device, q.dtype, sizes, is_backward, torch.are_deterministic_algorithms_enabled()
+    key = (
+        able,
+        rules_of(q.device),
+        q.device,
+        q.dtype,
+        sizes,
+        is_backward,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     known = _known.setdefault(schedule, {})
     if key not in known and schedule.gathered is not None:
-        known[key] = _of_gathered(schedule.gathered, serving, q, is_backward=is_backward)
+        known[key] = _of_gathered(
+            schedule.gathered, serving, q, is_backward=is_backward
+        )
     elif key not in known:
-        hops = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
+        hops = tuple(
+            _calls(schedule, hop, serving, q, is_backward=is_backward)
+            for hop in schedule.hops
+        )
         known[key] = Planned(hops)
     return known[key]
 
 
-def _of_gathered(gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Planned:
-    kernel = kernels.choose(serving, (gathered.in_stages or gathered).bands, q, is_backward=is_backward)
-    if gathered.suited(kernel.launches) is gathered:  # a kernel of squares may be the best for the stages alone
+def _of_gathered(
+    gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool
+) -> Planned:
+    # a kernel of squares may be the best for the stages alone
+    kernel = kernels.choose(
+        serving, (gathered.in_stages or gathered).bands, q, is_backward=is_backward
+    )
+    if gathered.suited(kernel.launches) is gathered:
         kernel = kernels.choose(serving, gathered.bands, q, is_backward=is_backward)
     suited = gathered.suited(kernel.launches)
     launches = (kernel.launches(stage.bands) for stage in suited.stages)
-    return Planned(tuple((kernel, _stage(each, is_backward=is_backward)) for each in launches), suited)
+    return Planned(
+        tuple((kernel, _stage(each, is_backward=is_backward)) for each in launches),
+        suited,
+    )
 
 
 def _stage(launches: KernelLaunches, *, is_backward: bool) -> tuple[Call, ...]:
@@ -72,12 +101,29 @@ def _stage(launches: KernelLaunches, *, is_backward: bool) -> tuple[Call, ...]:
     )
 
 
-def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Calls:
+def _calls(
+    schedule: Schedule,
+    hop: Hop,
+    serving: tuple[str, ...],
+    q: Tensor,
+    *,
+    is_backward: bool,
+) -> Calls:
     block = hop.arrives.ranges if hop.index else None
     passes_queries = schedule.passes_queries and not is_backward
-    sums = block and (hop.gradient if is_backward else hop.gradient_to_owner if passes_queries else None)
+    sums = block and (
+        hop.gradient
+        if is_backward
+        else hop.gradient_to_owner
+        if passes_queries
+        else None
+    )
     kernel = kernels.choose(serving, hop.bands, q, is_backward=is_backward)
-    cuts = (ranges for ranges in (block, sums if is_backward else None) if ranges is not None)
+    cuts = (
+        ranges
+        for ranges in (block, sums if is_backward else None)
+        if ranges is not None
+    )
     return kernel, tuple(
         Call(
             one,
@@ -85,7 +131,9 @@ def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *,
             _stored(None if passes_queries else block, one.k0, one.k1),
             _stored(sums, *((one.k0, one.k1) if is_backward else (one.q0, one.q1))),
         )
-        for one in within_ranges(kernel.launches, hop.bands, *cuts, passes_queries=passes_queries)
+        for one in within_ranges(
+            kernel.launches, hop.bands, *cuts, passes_queries=passes_queries
+        )
     )
 
 

@@ -9,12 +9,21 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, find_name
 from ringspan.torch.attention.block import Block, PackedSpec
 
-_CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}  # and the largest value of each
+# and the largest value of each
+_CODES: Final = {
+    "float8": (torch.float8_e4m3fn, 448.0),
+    "int8": (torch.int8, 127.0),
+}
 
 
 def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
     find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
-    find_name("gradient_comm_dtype", gradient_comm_dtype, GRADIENT_COMM_DTYPE_NAMES, UnsupportedError)
+    find_name(
+        "gradient_comm_dtype",
+        gradient_comm_dtype,
+        GRADIENT_COMM_DTYPE_NAMES,
+        UnsupportedError,
+    )
 
 
 def sent_as(comm_dtype: str, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
@@ -33,11 +42,18 @@ def encode(block: Block, comm_dtype: str) -> Block:
     dtype, largest = _CODES[comm_dtype]
     coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
-    for x, code, scale in zip((block.k, block.v), (coded.k, coded.v), coded.scales, strict=True):
+    for x, code, scale in zip(
+        (block.k, block.v), (coded.k, coded.v), coded.scales, strict=True
+    ):
         if not x.numel():
             continue  # a rank that holds no tokens, and sends none
         x = x.float()
-        scale.copy_(x.abs().amax((2, 3), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / largest)
+        scale.copy_(
+            x.abs()
+            .amax((2, 3), keepdim=True)
+            .clamp_(min=torch.finfo(torch.float32).tiny)
+            / largest
+        )
         x = x / scale
         code.copy_(x.round_() if dtype == torch.int8 else x)
     return coded
@@ -47,6 +63,7 @@ def decode(block: Block, dtype: torch.dtype) -> Block:
     if block.scales is None:
         return block.to(dtype)
     k, v = (
-        (code.to(torch.float32) * scale).to(dtype) for code, scale in zip((block.k, block.v), block.scales, strict=True)
+        (code.to(torch.float32) * scale).to(dtype)
+        for code, scale in zip((block.k, block.v), block.scales, strict=True)
     )
     return replace(block, k=k, v=v, buffer=None, scales=None)

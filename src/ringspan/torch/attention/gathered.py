@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch import kernels
-from ringspan.torch.attention.block import Block, DeferredSum, GradientBlock, PackedSpec, PartialBlock
+from ringspan.torch.attention.block import (
+    Block,
+    DeferredSum,
+    GradientBlock,
+    PackedSpec,
+    PartialBlock,
+)
 from ringspan.torch.attention.calls import Calls, calls_of
 from ringspan.torch.attention.comm_dtype import decode, encode, sent_as
 from ringspan.torch.attention.part import (
@@ -35,7 +41,9 @@ Keys = tuple[Tensor, Tensor]
 """Gathered keys (B, G, n, D) and values (B, G, n, E)."""
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -69,7 +77,9 @@ def backward(
         total = None
         for stage in group.stages(calls):
             total = total or GradientBlock.deferred(*group.keys, dtype)
-            run_backward(ring, stage, ring.schedule.rank, heads, queries, group.keys, sums, total)
+            run_backward(
+                ring, stage, ring.schedule.rank, heads, queries, group.keys, sums, total
+            )
         del group
         assert total is not None, "there is a stage"
         sums.write(slice(0, q.shape[2]), gradients[0])
@@ -111,9 +121,16 @@ class _Group:
     CPU's: its kernels want a head's keys together, and shared memory has messages of its own.
     """
 
-    def __init__(self, ring: Ring, serving: tuple[str, ...], number: int, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, ring: Ring, serving: tuple[str, ...], number: int, k: Tensor, v: Tensor
+    ) -> None:
         assert ring.gathered is not None, "it is suited to a kernel"
-        self._ring, self._serving, self._plan, self._own = ring, serving, ring.gathered, Block.whole(k, v)
+        self._ring, self._serving, self._plan, self._own = (
+            ring,
+            serving,
+            ring.gathered,
+            Block.whole(k, v),
+        )
         self._keys: Keys | None = None
         self._transfers: list[Transfer] = []
         self._coming: list[Coming] = []
@@ -127,20 +144,26 @@ class _Group:
     @property
     def keys(self) -> Keys:
         assert self._keys is not None, "a stage has begun"
-        keys, values = kernels.laid_out(self._serving, *self._keys)  # copies where only one has rows of 16 bytes
+        # copies where only one has rows of 16 bytes
+        keys, values = kernels.laid_out(self._serving, *self._keys)
         return keys, values
 
     def stages(self, calls: tuple[Calls, ...]) -> Iterator[Calls]:
         """Yield the calls of each stage once its keys are here."""
         if self._keys is None:
             k, v = self._own.k, self._own.v
-            keys, values = (x.new_empty(*x.shape[:2], self._plan.num_keys, x.shape[3]) for x in (k, v))
+            keys, values = (
+                x.new_empty(*x.shape[:2], self._plan.num_keys, x.shape[3])
+                for x in (k, v)
+            )
             self._keys = keys, values
             self._place(self._ring.schedule.rank, self._own)
         for stage, mine in zip(self._plan.stages, calls, strict=True):
             if stage is self._plan.stages[-1]:
                 self._wait()
-            with hop_recorded(self._ring.schedule.rank, stage.num_pairs, self._own.k.device):
+            with hop_recorded(
+                self._ring.schedule.rank, stage.num_pairs, self._own.k.device
+            ):
                 yield mine
 
     def _exchange(self, message: int) -> None:
@@ -149,11 +172,15 @@ class _Group:
         batch, heads, _, size = k.shape
         buffer = k.new_empty(self._plan.num_keys, batch * heads * (size + v.shape[3]))
         parts = buffer.split([batch * heads * size, batch * heads * v.shape[3]], 1)
-        keys, values = (x.unflatten(1, (batch, heads, -1)).permute(1, 2, 0, 3) for x in parts)
+        keys, values = (
+            x.unflatten(1, (batch, heads, -1)).permute(1, 2, 0, 3) for x in parts
+        )
         self._keys = keys, values
         self._place(self._ring.schedule.rank, self._own)
         for sides in self._plan.posts:
-            sends, receives = ([(one.peer, buffer[one.places]) for one in side] for side in sides)
+            sends, receives = (
+                [(one.peer, buffer[one.places]) for one in side] for side in sides
+            )
             transfer, _ = self._ring.exchange.post(sends, receives, message)
             self._transfers.append(transfer)
 
@@ -163,10 +190,16 @@ class _Group:
         dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
         wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
         coded = encode(own, comm_dtype) if wanted else own
-        packed = {ranges: coded.pack(ranges, ring.exchange.empty) for ranges in dict.fromkeys(r for _, r in wanted)}
+        packed = {
+            ranges: coded.pack(ranges, ring.exchange.empty)
+            for ranges in dict.fromkeys(r for _, r in wanted)
+        }
         sends = [(peer, packed[ranges]) for peer, ranges in wanted]
         arrivals = (hop.arrives for hop in hops[1:])
-        receives = [(peer, PackedSpec.of(ranges, own.k, own.v, dtype, is_scaled)) for peer, ranges in arrivals]
+        receives = [
+            (peer, PackedSpec.of(ranges, own.k, own.v, dtype, is_scaled))
+            for peer, ranges in arrivals
+        ]
         return post(ring, sends, receives, message)
 
     def _wait(self) -> None:
@@ -193,7 +226,9 @@ def _give_back(
     assert ring.gathered is not None
     hops, plan, k, v = ring.schedule.hops, ring.gathered, *gradients
     waiting = Waiting(k.shape[2])
-    own = tuple(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in gradients)
+    own = tuple(
+        x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in gradients
+    )
     for piece in plan.of(ring.schedule.rank):
         rows = slice(piece.start, piece.stop)
         mine = own[0][:, :, rows], own[1][:, :, rows]
@@ -202,24 +237,38 @@ def _give_back(
     sends: list[tuple[int, Block]] = []
     for hop in hops[1:]:
         if hop.gradient_to_owner:
-            spec = PackedSpec.of(hop.gradient_to_owner, k, v, ring.gradient_dtype(dtype))
+            spec = PackedSpec.of(
+                hop.gradient_to_owner, k, v, ring.gradient_dtype(dtype)
+            )
             packed = spec.on(ring.exchange.empty(spec.buffer_spec))
             for piece in plan.of(hop.owner):
                 rows = packed.rows(piece.start, piece.stop)
                 total.write(piece.places, packed.k[:, :, rows], packed.v[:, :, rows])
             sends.append((hop.owner, packed))
     visitors = (hop.from_visitor for hop in hops[1:])
-    receives = [(peer, PackedSpec.of(ranges, k, v, ring.gradient_dtype(dtype))) for peer, ranges in visitors]
-    return partial(_finish, post(ring, sends, receives, MESSAGES_PER_HOP * number + 1), waiting, gradients)
+    receives = [
+        (peer, PackedSpec.of(ranges, k, v, ring.gradient_dtype(dtype)))
+        for peer, ranges in visitors
+    ]
+    return partial(
+        _finish,
+        post(ring, sends, receives, MESSAGES_PER_HOP * number + 1),
+        waiting,
+        gradients,
+    )
 
 
-def _finish(coming: list[Coming], waiting: Waiting, gradients: tuple[Tensor, Tensor]) -> None:
+def _finish(
+    coming: list[Coming], waiting: Waiting, gradients: tuple[Tensor, Tensor]
+) -> None:
     """Add other ranks' gradients of this rank's keys to its own, and fill dk and dv."""
     for each in coming:
         if (block := each.wait()) is not None:
             for start, stop in block.ranges:
                 rows = block.rows(start, stop)
-                waiting.add(slice(start, stop), block.k[:, :, rows], block.v[:, :, rows])
+                waiting.add(
+                    slice(start, stop), block.k[:, :, rows], block.v[:, :, rows]
+                )
     for rows, values in waiting.of(waiting.everything):
         for number, gradient in enumerate(gradients):
             sum_many(gradient[:, :, rows], [each[number] for each in values])

@@ -19,7 +19,12 @@ from ringspan.core.schedule.schedule import Hop
 from ringspan.torch import kernels
 from ringspan.torch.attention import op
 from ringspan.torch.attention.arguments import check_differentiation
-from ringspan.torch.attention.block import Block, GradientBlock, PartialBlock, RunningSum
+from ringspan.torch.attention.block import (
+    Block,
+    GradientBlock,
+    PartialBlock,
+    RunningSum,
+)
 from ringspan.torch.attention.calls import calls_of
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.part import (
@@ -46,25 +51,46 @@ class Expansion:
     def like(self, q: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Return tensors of the shapes of all keys and values, without memory."""
         shape, number = (*q.shape[:2], latents.shape[2]), latents.new_empty(())
-        return number.expand(*shape, q.shape[-1]), number.expand(*shape, self.weight.shape[1] - self._nope)
+        return number.expand(*shape, q.shape[-1]), number.expand(
+            *shape, self.weight.shape[1] - self._nope
+        )
 
-    def of(self, heads: slice, block: Block, serving: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    def of(
+        self, heads: slice, block: Block, serving: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Return a block's keys (B, h, T, n + P) and values (B, h, T, v) of some heads, as kernels can read them."""
         matrix = self.weight[heads]
-        expanded = F.linear(block.k[:, 0], matrix.flatten(0, 1)).unflatten(-1, matrix.shape[:2]).transpose(1, 2)
+        expanded = (
+            F.linear(block.k[:, 0], matrix.flatten(0, 1))
+            .unflatten(-1, matrix.shape[:2])
+            .transpose(1, 2)
+        )
         rotary = block.v.expand(-1, len(matrix), -1, -1)
         joined = torch.cat((expanded[..., : self._nope], rotary), -1)
         keys, values = kernels.laid_out(serving, joined, expanded[..., self._nope :])
         return keys, values
 
     def backward(
-        self, heads: slice, latents: Tensor, dkeys: Tensor, dvalues: Tensor, dweight: Tensor | None
+        self,
+        heads: slice,
+        latents: Tensor,
+        dkeys: Tensor,
+        dvalues: Tensor,
+        dweight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of latents (B, T, R) and of the rotary part; add that of some heads' weights."""
-        gradient = torch.cat((dkeys[..., : self._nope], dvalues), -1).transpose(1, 2).flatten(2)
+        gradient = (
+            torch.cat((dkeys[..., : self._nope], dvalues), -1)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         if dweight is not None:
-            dweight[heads] += (gradient.flatten(0, 1).mT @ latents.flatten(0, 1)).view_as(dweight[heads])
-        drotary = dkeys[..., self._nope :].sum(1, keepdim=True, dtype=accumulation_dtype(dkeys.dtype))
+            dweight[heads] += (
+                gradient.flatten(0, 1).mT @ latents.flatten(0, 1)
+            ).view_as(dweight[heads])
+        drotary = dkeys[..., self._nope :].sum(
+            1, keepdim=True, dtype=accumulation_dtype(dkeys.dtype)
+        )
         return (gradient @ self.weight[heads].flatten(0, 1))[:, None], drotary
 
 
@@ -88,37 +114,56 @@ def latent_attention(request: Request, weight: Tensor) -> Tensor:
     *_, spec = checked(request._replace(q=q, k=k, v=v, route=route))
     ranks = dist.get_world_size(op.group_of(spec.group)) if spec.group else 1
     if not Route.parse(spec.route, ranks).carries_latents:
-        raise UnsupportedError(f"route {spec.route!r} does not carry latents; expand keys and values, or use ring")
+        raise UnsupportedError(
+            f"route {spec.route!r} does not carry latents; expand keys and values, or use ring"
+        )
     if request.slopes is not None:
-        raise UnsupportedError("slopes are not applied to keys that are expanded from latents; leave them out")
+        raise UnsupportedError(
+            "slopes are not applied to keys that are expanded from latents; leave them out"
+        )
     out, _ = _forward(q, latents, rotary, weight, request.sinks, str(spec))
     return out
 
 
 @torch.library.custom_op("ringspan::latent_attention", mutates_args=(), tags=op.UNSAFE)
 def _forward(
-    q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, spec: str
+    q: Tensor,
+    latents: Tensor,
+    rotary: Tensor,
+    weight: Tensor,
+    sinks: Tensor | None,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("latent_attention", q, latents, rotary, weight, sinks)
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
 
     def compute() -> tuple[Tensor, Tensor]:
-        with op.passing("forward of latents", q, *expansion.like(q, latents), sinks, None, asked) as (ring, _):
+        with op.passing(
+            "forward of latents", q, *expansion.like(q, latents), sinks, None, asked
+        ) as (ring, _):
             return forward(ring, q, Block.whole(latents, rotary), expansion, sinks)
 
     return handled(compute)
 
 
-@torch.library.custom_op("ringspan::latent_attention_backward", mutates_args=(), tags=op.UNSAFE)
+@torch.library.custom_op(
+    "ringspan::latent_attention_backward", mutates_args=(), tags=op.UNSAFE
+)
 def _backward(
     dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, out: Tensor,
     lse: Tensor, trains_weight: bool, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
-    with op.passing("backward of latents", q, *expansion.like(q, latents), sinks, None, asked) as (ring, _):
-        dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+    with op.passing(
+        "backward of latents", q, *expansion.like(q, latents), sinks, None, asked
+    ) as (ring, _):
+        dsinks = (
+            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        )
         own = Block.whole(latents, rotary)
-        return *backward(ring, (dout, q, out, lse), own, expansion, trains_weight=trains_weight), dsinks
+        return *backward(
+            ring, (dout, q, out, lse), own, expansion, trains_weight=trains_weight
+        ), dsinks
 
 
 def forward(
@@ -131,12 +176,19 @@ def forward(
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     (q,) = kernels.laid_out(serving, q)
     groups = [heads for _, heads, _ in ring.heads(q, k)]
-    totals = [PartialBlock(Block.whole(out[:, heads], lse[:, heads].unsqueeze(-1))) for heads in groups]
+    totals = [
+        PartialBlock(Block.whole(out[:, heads], lse[:, heads].unsqueeze(-1)))
+        for heads in groups
+    ]
     calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=False).calls
     for hop, block in hops_and_blocks(ring, 0, own):
-        for heads, total in zip(groups, totals, strict=True) if calls[hop.index][1] else ():
+        for heads, total in (
+            zip(groups, totals, strict=True) if calls[hop.index][1] else ()
+        ):
             keys = expansion.of(heads, block, serving)
-            run_forward(ring, calls[hop.index], hop.owner, heads, q[:, heads], keys, total)
+            run_forward(
+                ring, calls[hop.index], hop.owner, heads, q[:, heads], keys, total
+            )
             del keys  # before the next heads'
         del block
     for heads, total in zip(groups, totals, strict=True):
@@ -166,35 +218,58 @@ def backward(
     def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
         if not calls[hop.index][1]:
             return
-        latents = torch.cat([block.k[:, 0, block.rows(*ends)] for ends in total.ranges], 1)
+        latents = torch.cat(
+            [block.k[:, 0, block.rows(*ends)] for ends in total.ranges], 1
+        )
         everything = slice(0, latents.shape[1])
         for heads, dq_sum in zip(groups, sums, strict=True):
             keys = expansion.of(heads, block, serving)
-            made = GradientBlock.deferred(keys[0][:, :, everything], keys[1][:, :, everything], dtype)
+            made = GradientBlock.deferred(
+                keys[0][:, :, everything], keys[1][:, :, everything], dtype
+            )
             mine = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
-            run_backward(ring, calls[hop.index], hop.owner, heads, mine, keys, dq_sum, made)
+            run_backward(
+                ring, calls[hop.index], hop.owner, heads, mine, keys, dq_sum, made
+            )
             if q.dtype == dtype:
                 dkeys, dvalues = made.running(everything)
             else:
                 dkeys, dvalues = (torch.empty_like(x[:, :, everything]) for x in keys)
                 made.write(everything, dkeys, dvalues)
             del keys, made
-            total.add(everything, *expansion.backward(heads, latents, dkeys, dvalues, dweight))
+            total.add(
+                everything, *expansion.backward(heads, latents, dkeys, dvalues, dweight)
+            )
 
     send_gradients(ring, 0, own, (dlatents, drotary), compute, [])()
     for heads, dq_sum in zip(groups, sums, strict=True):
         store(dq_sum.finish(), dq[:, heads])
-    return dq, dlatents, drotary, q.new_empty(0) if dweight is None else dweight.to(weight.dtype)
+    return (
+        dq,
+        dlatents,
+        drotary,
+        q.new_empty(0) if dweight is None else dweight.to(weight.dtype),
+    )
 
 
 @_forward.register_fake
-def _fake_forward(q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return handled(partial(op.fake_forward, q, *Expansion(q, rotary, weight).like(q, latents)))
+def _fake_forward(
+    q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return handled(
+        partial(op.fake_forward, q, *Expansion(q, rotary, weight).like(q, latents))
+    )
 
 
 @_backward.register_fake
 def _fake_backward(
-    dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, *rest: Any
+    dout: Tensor,
+    q: Tensor,
+    latents: Tensor,
+    rotary: Tensor,
+    weight: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
     _, _, trains_weight, _ = rest
     dweight = torch.empty_like(weight) if trains_weight else q.new_empty(0)
@@ -202,9 +277,13 @@ def _fake_backward(
     return *(empty_like(x) for x in (q, latents, rotary)), dweight, dsinks
 
 
-def _gradients(dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *rest: Any) -> Any:
+def _gradients(
+    dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *rest: Any
+) -> Any:
     *others, spec = rest
-    return _backward(dout, q, latents, rotary, weight, *others, weight.requires_grad, spec)
+    return _backward(
+        dout, q, latents, rotary, weight, *others, weight.requires_grad, spec
+    )
 
 
 op.register_gradient("latent_attention", _forward, 5, _gradients)

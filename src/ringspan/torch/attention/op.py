@@ -17,7 +17,12 @@ from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsag
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName
+from ringspan.core.names import (
+    CommDtypeName,
+    GradientCommDtypeName,
+    KernelName,
+    LayoutName,
+)
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch import kernels
@@ -124,33 +129,62 @@ def attend_to(request: Request) -> Tensor:
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=(), tags=UNSAFE)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
-    check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
+    # of who calls the operator itself
+    check_differentiation("ring_attention", q, k, v, sinks)
     return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
 
 
 def _compute(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, asked: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    asked: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     with passing("forward", q, k, v, sinks, slopes, asked) as (ring, ulysses):
-        return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
+        return (
+            ulysses.forward(ring, q, k, v, sinks)
+            if ulysses
+            else forward(ring, q, k, v, sinks)
+        )
 
 
-@torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE)
+@torch.library.custom_op(
+    "ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE
+)
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, out: Tensor,
     lse: Tensor, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the operator's gradients, given out and lse of all keys."""
     inputs = dout, q, k, v, out, lse
-    with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (ring, ulysses):
-        dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
-        return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
+    with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (
+        ring,
+        ulysses,
+    ):
+        dsinks = (
+            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        )
+        return *(
+            ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)
+        ), dsinks
 
 
 def attend_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the operator's result and log-sum-exp, whatever handler is around it: for parts of an attention."""
     with handling(lambda compute: compute()), torch.no_grad():
@@ -175,7 +209,9 @@ def fake_backward(
     return empty_like(q), empty_like(k), empty_like(v), dsinks
 
 
-def register_gradient(what: str, forward: CustomOpDef, num_tensors: int, backward: Callable[..., Any]) -> None:
+def register_gradient(
+    what: str, forward: CustomOpDef, num_tensors: int, backward: Callable[..., Any]
+) -> None:
     """Differentiate an operator from ``num_tensors`` tensors, then options, to (out, lse) by ``backward``.
 
     This maps dout, the tensors, out, lse and the options to gradients of the first tensors.
@@ -190,13 +226,18 @@ def register_gradient(what: str, forward: CustomOpDef, num_tensors: int, backwar
     def differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
         check_differentiation(what, dout)
         gradients = backward(dout, *ctx.saved_tensors, *ctx.options)
-        return tuple(x if is_needed else None for x, is_needed in zip_longest(gradients, ctx.needs_input_grad))
+        return tuple(
+            x if is_needed else None
+            for x, is_needed in zip_longest(gradients, ctx.needs_input_grad)
+        )
 
     forward.register_autograd(differentiate, setup_context=save)
 
 
 def refuse_again(ctx: object, *gradients: Tensor) -> Never:
-    raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
+    raise UnsupportedError(
+        "ring_attention is differentiated once; its gradient has no backward pass of its own"
+    )
 
 
 register_gradient("ring_attention", _forward, 5, attend_backward)
@@ -210,12 +251,22 @@ def group_of(name: str) -> dist.ProcessGroup | None:
 
 @contextmanager
 def passing(
-    what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: AttentionSpec,
 ) -> Iterator[tuple[Ring, Ulysses | None]]:
     """Yield this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
     group = group_of(spec.group)
     with one_at_a_time(group), torch.autocast(q.device.type, enabled=False):
-        ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+        ranks, rank = (
+            (dist.get_world_size(group), dist.get_rank(group))
+            if group is not None
+            else (1, 0)
+        )
         layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
         facts = {
             "layout": f"{layout.fingerprint} over {ranks} ranks",
@@ -233,14 +284,23 @@ def passing(
             "sinks": sinks is not None,
             "kernel": spec.kernel,
             # By which heads are grouped.
-            "threads": torch.get_num_threads() if rules_of(q.device).cuts_for_cores else 0,
+            "threads": torch.get_num_threads()
+            if rules_of(q.device).cuts_for_cores
+            else 0,
         }
-        refusal = kernels.why_not(spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes))
-        agree(group, facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts)
+        refusal = kernels.why_not(
+            spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes)
+        )
+        agree(
+            group,
+            facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts,
+        )
         if refusal:
             raise kernels.refused(spec.kernel, refusal)
         exchange = transport_of(group, f"{what} {facts}")
-        yield assemble(rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward")
+        yield assemble(
+            rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward"
+        )
 
 
 def assemble(
@@ -256,16 +316,23 @@ def assemble(
     if route.ulysses > 1:
         layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
         groups = [layout.group_ranks(number) for number in range(layout.ranks)]
-        number = next(number for number, members in enumerate(groups) if rank in members)
+        number = next(
+            number for number, members in enumerate(groups) if rank in members
+        )
         member = groups[number].index(rank)
         shares = member_heads(q.shape[1], k.shape[1], route.ulysses)
-        ulysses = Ulysses(member, shares, layout, keys, exchange.among(groups[number], "trade"))
+        ulysses = Ulysses(
+            member, shares, layout, keys, exchange.among(groups[number], "trade")
+        )
         exchange = exchange.among([members[member] for members in groups], "ring")
         rank, slopes = number, None if slopes is None else slopes[ulysses.mine.queries]
         q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
     positions = None
     if slopes is not None:
-        positions = partial(_positions, layout, device=q.device), partial(_positions, keys, device=q.device)
+        positions = (
+            partial(_positions, layout, device=q.device),
+            partial(_positions, keys, device=q.device),
+        )
     schedule = _schedule(layout, keys, spec.mask, rank, replace(route, ulysses=1))
     ring = Ring(
         schedule,
@@ -279,7 +346,9 @@ def assemble(
 
 
 @lru_cache(maxsize=64)
-def _schedule(layout: Layout, keys: Layout, mask: str, rank: int, route: Route) -> Schedule:
+def _schedule(
+    layout: Layout, keys: Layout, mask: str, rank: int, route: Route
+) -> Schedule:
     return make_schedule(layout, Mask.parse(mask), rank, keys, route)
 
 

@@ -12,7 +12,13 @@ from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.schedule import Schedule
 from ringspan.core.schedule.workspace import head_groups
-from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, Sums
+from ringspan.torch.attention.block import (
+    Block,
+    GradientBlock,
+    PackedSpec,
+    PartialBlock,
+    Sums,
+)
 from ringspan.torch.attention.calls import Calls
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import BackwardInputs, Scores, is_in_rows
@@ -34,7 +40,11 @@ def result_for(q: Tensor, v: Tensor) -> Tensor:
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a gradient like ``x``: in rows, which in-place kernels need, and in x's dimension order if possible."""
-    return torch.empty_like(x, dtype=dtype) if is_in_rows(x) else x.new_empty(x.shape, dtype=dtype)
+    return (
+        torch.empty_like(x, dtype=dtype)
+        if is_in_rows(x)
+        else x.new_empty(x.shape, dtype=dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,10 @@ class Ring:
         """Yield each group's number, query heads and key/value heads; queries stay with their key/value head."""
         for number in range(self.head_groups):
             heads, kv_heads = (
-                slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
+                slice(
+                    x.shape[1] * number // self.head_groups,
+                    x.shape[1] * (number + 1) // self.head_groups,
+                )
                 for x in (q, k)
             )
             yield number, heads, kv_heads
@@ -66,7 +79,9 @@ class Ring:
             return self.scores
         queries, keys = self.positions
         here = self.schedule.rank
-        of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
+        of_queries, of_keys = (
+            (owner, here) if self.schedule.passes_queries else (here, owner)
+        )
         of_key = keys(of_keys) if self.gathered is None else self._gathered_positions
         return replace(
             self.scores.heads(heads),
@@ -80,11 +95,18 @@ class Ring:
         _, keys = self.positions
         pieces = self.gathered.pieces
         return torch.cat(
-            [keys(self.schedule.rank)[:0], *(keys(piece.owner)[piece.start : piece.stop] for piece in pieces)]
+            [
+                keys(self.schedule.rank)[:0],
+                *(keys(piece.owner)[piece.start : piece.stop] for piece in pieces),
+            ]
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16 if self.spec.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
+        return (
+            torch.bfloat16
+            if self.spec.gradient_comm_dtype == "bfloat16"
+            else accumulation_dtype(dtype)
+        )
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
@@ -113,7 +135,10 @@ class Coming(NamedTuple):
 
 
 def post(
-    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
+    ring: Ring,
+    sends: Sequence[tuple[int, Block]],
+    receives: Sequence[tuple[int, PackedSpec]],
+    message: int,
 ) -> list[Coming]:
     """Start sending packed blocks and receiving others, but for empty ones."""
     transfer, pending = ring.exchange.post(
@@ -122,7 +147,10 @@ def post(
         message,
     )
     arrived = iter(pending)
-    return [Coming(spec, transfer, next(arrived) if spec.ranges else None) for _, spec in receives]
+    return [
+        Coming(spec, transfer, next(arrived) if spec.ranges else None)
+        for _, spec in receives
+    ]
 
 
 def run_forward(
@@ -131,7 +159,10 @@ def run_forward(
 ) -> None:  # fmt: skip
     kernel, launches = calls
     for launch, rows, columns, sums in launches:
-        here, there = queries[:, :, rows], (keys[0][:, :, columns], keys[1][:, :, columns])
+        here, there = (
+            queries[:, :, rows],
+            (keys[0][:, :, columns], keys[1][:, :, columns]),
+        )
         scores = ring.scores_of(launch, owner, heads)
         if kernel.adds_in_place is True:
             kernel.forward_into(here, *there, launch, scores, *total.running(sums))
@@ -149,7 +180,9 @@ def run_backward(
     dout, q, out, lse = queries
     for launch, rows, columns, sums in launches:
         there = keys[0][:, :, columns], keys[1][:, :, columns]
-        ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *there, out[:, :, rows], lse[:, :, rows])
+        ours = BackwardInputs(
+            dout[:, :, rows], q[:, :, rows], *there, out[:, :, rows], lse[:, :, rows]
+        )
         scores = ring.scores_of(launch, owner, heads)
         if kernel.adds_in_place is True:
             running = dq.running(rows), *total.running(sums)
@@ -165,9 +198,15 @@ def run_backward(
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the local ``-sum(exp(sink - lse) sum(dout * out))``, of shape (H,)."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    delta = delta.masked_fill_((out == 0).all(-1), 0)  # rows without keys: padding, whose dout may be anything
-    base = lse.masked_fill(lse == -torch.inf, 0)  # a row without keys whose sink is -inf has no share to give
-    return -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+    # rows without keys: padding, whose dout may be anything
+    delta = delta.masked_fill_((out == 0).all(-1), 0)
+    # a row without keys whose sink is -inf has no share to give
+    base = lse.masked_fill(lse == -torch.inf, 0)
+    return (
+        -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta)
+        .sum((0, 2))
+        .to(sinks.dtype)
+    )
 
 
 def collect(coming: list[Coming], total: GradientBlock | PartialBlock) -> None:
@@ -181,7 +220,9 @@ def store(total: Tensor, gradient: Tensor) -> None:
         gradient.copy_(total)
 
 
-def finish_keys(coming: list[Coming], local: GradientBlock, gradients: tuple[Tensor, Tensor]) -> None:
+def finish_keys(
+    coming: list[Coming], local: GradientBlock, gradients: tuple[Tensor, Tensor]
+) -> None:
     """Add what other ranks made of this rank's keys, and fill dk and dv."""
     collect(coming, local)
     total = local.finish()

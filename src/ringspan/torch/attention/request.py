@@ -14,7 +14,13 @@ from ringspan.core.arguments import check_scores, find_layouts, find_mask
 from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
+from ringspan.core.names import (
+    CommDtypeName,
+    GradientCommDtypeName,
+    KernelName,
+    LayoutName,
+    kernel_name,
+)
 from ringspan.core.schedule.choice import Choice, choose_route
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.timing import Speeds
@@ -72,9 +78,16 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     ranks = dist.get_world_size(group) if group is not None else 1
     try:
         layout, keys = find_layouts(
-            asked.layout, asked.key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
+            asked.layout,
+            asked.key_layout,
+            ranks,
+            q.shape[2],
+            k.shape[2],
+            remedy="rs.shard or rs.shard_batch",
         )
-    except LayoutError as error:  # of which another rank, with other tensors, may know nothing
+    except (
+        LayoutError
+    ) as error:  # of which another rank, with other tensors, may know nothing
         compare_refused(group, {"layout": str(error)})
         raise
     mask, route = find_mask(asked.mask), asked.route
@@ -99,13 +112,22 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
 
 def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
     if isinstance(layout, CustomLayout) and isinstance(keys, CustomLayout):
-        return {"layout": layout.spec, "key_layout": "" if keys == layout else keys.spec}
-    return {"layout": layout.name, "padding": padding_of(layout), "key_padding": padding_of(keys)}
+        return {
+            "layout": layout.spec,
+            "key_layout": "" if keys == layout else keys.spec,
+        }
+    return {
+        "layout": layout.name,
+        "padding": padding_of(layout),
+        "key_padding": padding_of(keys),
+    }
 
 
 # Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
 _HAVE_AUTOCAST: Final = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps")
+    if torch.amp.is_autocast_available(kind)
 )
 
 
@@ -115,19 +137,37 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast of a tensor's device, if it has one, rounds nothing."""
-    return torch.autocast(x.device.type, enabled=False) if x.device.type in _HAVE_AUTOCAST else nullcontext()
+    return (
+        torch.autocast(x.device.type, enabled=False)
+        if x.device.type in _HAVE_AUTOCAST
+        else nullcontext()
+    )
 
 
-def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
+def _choose(
+    layout: Layout,
+    keys: Layout,
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    comm_dtype: str,
+) -> str:
     rules = rules_of(q.device)
-    per_node = min(layout.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks)))  # the whole ring if unknown
+    # the whole ring if unknown
+    per_node = min(layout.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks)))
     speeds = Speeds(*rules.assumed_speeds, per_node, on_cpu=rules.cuts_for_cores)
-    shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
+    shape = Shape(
+        len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize
+    )
     choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
     if choice not in _logged:
         _logged.add(choice)

@@ -16,7 +16,13 @@ from ringspan.core.schedule.schedule import Hop, Send
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch import kernels
 from ringspan.torch.attention import gathered
-from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
+from ringspan.torch.attention.block import (
+    Block,
+    GradientBlock,
+    PackedSpec,
+    PartialBlock,
+    RunningSum,
+)
 from ringspan.torch.attention.calls import calls_of
 from ringspan.torch.attention.comm_dtype import decode, encode, sent_as
 from ringspan.torch.attention.part import (
@@ -45,10 +51,21 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
         if hop.index:
             block = own.nothing if coded is None else decode(coded, own.k.dtype)
         else:
-            block, coded = own, encode(own, comm_dtype) if any(send.ranges for _, send in hop.sends) else own
-        mine = encode(own, comm_dtype) if any(send.ranges for send in hop.straight) else own
+            block, coded = (
+                own,
+                encode(own, comm_dtype)
+                if any(send.ranges for _, send in hop.sends)
+                else own,
+            )
+        mine = (
+            encode(own, comm_dtype)
+            if any(send.ranges for send in hop.straight)
+            else own
+        )
         packed: dict[Ranges, Block] = {}
-        for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
+        for (index, (peer, ranges)), straight in zip(
+            hop.sends, hop.straight, strict=True
+        ):
             source, carried = hops[index].arrives
             if not (ranges or straight.ranges or carried):
                 continue
@@ -59,7 +76,9 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
                     packed[ranges] = coded.pack(ranges, ring.exchange.empty)
                 sends.append((peer, packed[ranges]))
             if straight.ranges:
-                sends.append((straight.peer, mine.pack(straight.ranges, ring.exchange.empty)))
+                sends.append(
+                    (straight.peer, mine.pack(straight.ranges, ring.exchange.empty))
+                )
             spec = PackedSpec.of(carried, own.k, own.v, dtype, is_scaled)
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
             under_way[index], *_ = post(ring, sends, [(source, spec)], message)
@@ -70,7 +89,9 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
         del block
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute the local rows of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
     q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) like q, lse (B, H, T) float32.
@@ -85,7 +106,10 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
         mine = q[:, heads]
-        own = Block.whole(mine, mine[..., :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
+        own = (
+            Block.whole(mine, mine[..., :0]),
+            Block.whole(k[:, kv_heads], v[:, kv_heads]),
+        )
         moving, staying = own if passes_queries else reversed(own)
         result = out[:, heads], lse[:, heads].unsqueeze(-1)
         local = PartialBlock(Block.whole(*result))
@@ -96,13 +120,30 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
             total, is_sent = local, passes_queries and hop.index > 0
             if is_sent:
                 total = PartialBlock.in_transit(
-                    PackedSpec.of(hop.gradient_to_owner, *result, dtype), ring.exchange.empty
+                    PackedSpec.of(hop.gradient_to_owner, *result, dtype),
+                    ring.exchange.empty,
                 )
-            run_forward(ring, calls[hop.index], hop.owner, heads, queries.k, (keys.k, keys.v), total)
+            run_forward(
+                ring,
+                calls[hop.index],
+                hop.owner,
+                heads,
+                queries.k,
+                (keys.k, keys.v),
+                total,
+            )
             if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.finish())] if hop.gradient_to_owner else []
-                receives = [(hop.from_visitor.peer, PackedSpec.of(hop.from_visitor.ranges, *result, dtype))]
-                message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
+                receives = [
+                    (
+                        hop.from_visitor.peer,
+                        PackedSpec.of(hop.from_visitor.ranges, *result, dtype),
+                    )
+                ]
+                message = (
+                    MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index)
+                    + 1
+                )
                 coming = post(ring, sends, receives, message)
                 collect(returning, local)  # of the hop before: no more than two wait
                 returning += coming
@@ -132,7 +173,17 @@ def backward(
         gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
         keys, values = k[:, kv_heads], v[:, kv_heads]
         unfinished.append(
-            _backward_of_heads(ring, serving, number, heads, queries, keys, values, gradients, unfinished)
+            _backward_of_heads(
+                ring,
+                serving,
+                number,
+                heads,
+                queries,
+                keys,
+                values,
+                gradients,
+                unfinished,
+            )
         )
     unfinished.pop()()
     return dq, dk, dv
@@ -148,9 +199,20 @@ def _backward_of_heads(
     calls = calls_of(ring.schedule, serving, q, is_backward=True).calls
 
     def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
-        run_backward(ring, calls[hop.index], hop.owner, heads, queries, (block.k, block.v), dq, total)
+        run_backward(
+            ring,
+            calls[hop.index],
+            hop.owner,
+            heads,
+            queries,
+            (block.k, block.v),
+            dq,
+            total,
+        )
 
-    finish = send_gradients(ring, number, Block.whole(k, v), gradients[1:], compute, unfinished)
+    finish = send_gradients(
+        ring, number, Block.whole(k, v), gradients[1:], compute, unfinished
+    )
     store(dq.finish(), gradients[0])
     return finish
 
@@ -163,18 +225,25 @@ def send_gradients(
     hops, dtype = ring.schedule.hops, accumulation_dtype(own.k.dtype)
     local = GradientBlock.at_owner(*gradients, dtype)
     sent_dtype = ring.gradient_dtype(own.k.dtype)
-    behind: dict[int, Coming] = {}  # by hop, the sum over the earlier ranks of its block
+    behind: dict[
+        int, Coming
+    ] = {}  # by hop, the sum over the earlier ranks of its block
     returning: list[Coming] = []  # parts of this rank's own gradient
     for hop, block in hops_and_blocks(ring, number, own):
         total = local
         if hop.index:
-            total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, own.k, own.v, dtype), ring.exchange.empty)
+            total = GradientBlock.in_transit(
+                PackedSpec.of(hop.gradient, own.k, own.v, dtype), ring.exchange.empty
+            )
         compute(hop, block, total)
         if hop.index in behind:
             collect([behind.pop(hop.index)], total)
         sends = [
             (peer, total.finish().pack(ranges, ring.exchange.empty).to(sent_dtype))
-            for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner))
+            for peer, ranges in (
+                hop.gradient_on,
+                Send(hop.owner, hop.gradient_to_owner),
+            )
             if ranges
         ]
         source, arriving = hops[hop.gradient_next].gradient_in

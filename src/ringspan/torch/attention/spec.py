@@ -48,13 +48,22 @@ class AttentionSpec:
     @lru_cache(maxsize=256)
     def parse(text: str) -> "AttentionSpec":
         # No value but the last one, the group's name, has blanks.
-        parts = (part.partition("=") for part in text.split(" ", len(fields(AttentionSpec)) - 1))
-        return AttentionSpec(**{name: _NUMBERS.get(name, str)(value) for name, _, value in parts})
+        parts = (
+            part.partition("=")
+            for part in text.split(" ", len(fields(AttentionSpec)) - 1)
+        )
+        return AttentionSpec(
+            **{name: _NUMBERS.get(name, str)(value) for name, _, value in parts}
+        )
 
-    def layouts(self, tokens: int, key_tokens: int, ranks: int) -> tuple[Layout, Layout]:
+    def layouts(
+        self, tokens: int, key_tokens: int, ranks: int
+    ) -> tuple[Layout, Layout]:
         """Return the layouts of queries and keys, given the local lengths."""
         if self.layout.startswith("custom:"):
-            return CustomLayout.parse(self.layout), CustomLayout.parse(self.key_layout or self.layout)
+            return CustomLayout.parse(self.layout), CustomLayout.parse(
+                self.key_layout or self.layout
+            )
         return (
             Layout(self.layout, ranks * tokens - self.padding, ranks),  # pyright: ignore[reportArgumentType]
             Layout(self.layout, ranks * key_tokens - self.key_padding, ranks),  # pyright: ignore[reportArgumentType]
@@ -64,4 +73,8 @@ class AttentionSpec:
 def padding_of(layout: Layout) -> int:
     """Return the number of padding positions."""
     # Asked this way, a compiled graph is for all lengths without padding, and not for one.
-    return 0 if layout.length % layout.granularity == 0 else layout.padded_length - layout.length
+    return (
+        0
+        if layout.length % layout.granularity == 0
+        else layout.padded_length - layout.length
+    )

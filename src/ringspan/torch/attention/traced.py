@@ -78,7 +78,9 @@ def mask_of(
     if isinstance(lengths, Tree):
         return lengths.mask(window, chunk)
     if chunk is not None:
-        pieces = ((*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,))
+        pieces = (
+            (*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,)
+        )
         return documents(piece for some in pieces for piece in some if piece)
     if lengths is not None:
         return documents(lengths, window=window)
@@ -97,13 +99,28 @@ def _forward(
     return parts[0][1] if len(parts) == 1 else _joined(parts, op.fake_forward(q, k, v))
 
 
-@torch.library.custom_op("ringspan::layer_attention_backward", mutates_args=(), tags=op.UNSAFE)
+@torch.library.custom_op(
+    "ringspan::layer_attention_backward", mutates_args=(), tags=op.UNSAFE
+)
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, out: Tensor,
     lse: Tensor, window: int | None, chunk: int | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parts = [
-        (rows, _RING_BACKWARD(dout[rows], q[rows], k[rows], v[rows], sinks, None, out[rows], lse[rows], text))
+        (
+            rows,
+            _RING_BACKWARD(
+                dout[rows],
+                q[rows],
+                k[rows],
+                v[rows],
+                sinks,
+                None,
+                out[rows],
+                lse[rows],
+                text,
+            ),
+        )
         for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
     ]
     if len(parts) == 1:
@@ -128,7 +145,9 @@ def _attentions(
         layout = asked.layout
         if layout == "balanced":
             assert of_row is not None, "checked when the batch was made"
-            layout = batch_layout("balanced", length, dist.get_world_size(group), of_row)
+            layout = batch_layout(
+                "balanced", length, dist.get_world_size(group), of_row
+            )
         request = Request(
             q=q[rows],
             k=k[rows],

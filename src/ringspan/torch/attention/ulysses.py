@@ -13,7 +13,12 @@ from torch import Tensor
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.route import Heads
 from ringspan.torch.attention import ring as rings
-from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like, result_for
+from ringspan.torch.attention.part import (
+    Ring,
+    accumulation_dtype,
+    empty_like,
+    result_for,
+)
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import Transport
 
@@ -48,23 +53,44 @@ class Ulysses:
     ) -> tuple[Tensor, Tensor]:
         """Run ``ring.forward`` on this member's heads; results (B, H, T, ...) of its tokens."""
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
-        out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
+        out, lse = rings.forward(
+            ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries]
+        )
         # out and lse are traded together: one round of messages, not two.
-        back = self._queries(result_for(q, v)), self._queries(lse.new_empty((*q.shape[:-1], 1)))
+        back = (
+            self._queries(result_for(q, v)),
+            self._queries(lse.new_empty((*q.shape[:-1], 1))),
+        )
         self._to_tokens((out, lse.unsqueeze(-1)), back)
         return back[0].tensor, back[1].tensor.squeeze(-1)
 
     def backward(
-        self, ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        ring: Ring,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run ``ring.backward`` on this member's heads, trading forward's inputs again."""
         queries = [self._queries(x) for x in (dout, q, out, lse.unsqueeze(-1))]
-        dout_, q_, out_, lse_, k_, v_ = self._to_heads(*queries, self._keys(k), self._keys(v))
+        dout_, q_, out_, lse_, k_, v_ = self._to_heads(
+            *queries, self._keys(k), self._keys(v)
+        )
         is_shared = len({share.keys.start for share in self.shares}) < len(self.shares)
-        kv_dtype = accumulation_dtype(k.dtype) if is_shared else None  # several members' parts are still to be summed
-        gradients = rings.backward(ring, dout_, q_, k_, v_, out_, lse_.squeeze(-1), kv_dtype=kv_dtype)
+        # several members' parts are still to be summed
+        kv_dtype = accumulation_dtype(k.dtype) if is_shared else None
+        gradients = rings.backward(
+            ring, dout_, q_, k_, v_, out_, lse_.squeeze(-1), kv_dtype=kv_dtype
+        )
         del dout_, q_, out_, lse_, k_, v_  # before as much is sent back
-        back = self._queries(empty_like(q)), self._keys(empty_like(k)), self._keys(empty_like(v))
+        back = (
+            self._queries(empty_like(q)),
+            self._keys(empty_like(k)),
+            self._keys(empty_like(v)),
+        )
         self._to_tokens(gradients, back)
         dq, dk, dv = (trade.tensor for trade in back)
         return dq, dk, dv
@@ -82,25 +108,41 @@ class Ulysses:
         """Trade (B, heads, T, size) of local tokens for (B, my heads, U T, size)."""
         mine = [tensor[:, heads[self.member]] for tensor, heads, _ in trades]
         received = self._trade(
-            {other: [(tensor[:, heads[other]],) for tensor, heads, _ in trades] for other in self._others()},
-            {other: [TensorSpec.like(part) for part in mine] for other in self._others()},
+            {
+                other: [(tensor[:, heads[other]],) for tensor, heads, _ in trades]
+                for other in self._others()
+            },
+            {
+                other: [TensorSpec.like(part) for part in mine]
+                for other in self._others()
+            },
             _TO_HEADS,
         )
         results: list[Tensor] = []
         for number, (part, (_, _, layout)) in enumerate(zip(mine, trades, strict=True)):
             batch, num_heads, _, size = part.shape
-            results.append(part.new_empty(batch, num_heads, layout.tokens_per_rank, size))
+            results.append(
+                part.new_empty(batch, num_heads, layout.tokens_per_rank, size)
+            )
             for member, parts in {self.member: mine, **received}.items():
                 _place(results[-1], parts[number], layout.places(member))
         return results
 
     def _trade(
-        self, sends: dict[int, list[_Pieces]], receives: dict[int, list[TensorSpec]], message: int
+        self,
+        sends: dict[int, list[_Pieces]],
+        receives: dict[int, list[TensorSpec]],
+        message: int,
     ) -> dict[int, list[Tensor]]:
         """Send and receive tensors, one message per member: NCCL starts few at once."""
         packed = [(member, _packed(parts)) for member, parts in sends.items()]
         expected = [
-            (member, TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8, specs[0].device))
+            (
+                member,
+                TensorSpec(
+                    (sum(spec.nbytes for spec in specs),), torch.uint8, specs[0].device
+                ),
+            )
             for member, specs in receives.items()
         ]
         transfer, pending = self.exchange.post(packed, expected, message)
@@ -114,12 +156,16 @@ class Ulysses:
         """Trade (B, my heads, U T, size) back for (B, heads, T, size); sum shared heads."""
         both = [*zip(tensors, into, strict=True)]
         sends = {
-            other: [_pieces(tensor, layout.places(other)) for tensor, (_, _, layout) in both]
+            other: [
+                _pieces(tensor, layout.places(other)) for tensor, (_, _, layout) in both
+            ]
             for other in self._others()
         }
         receives = {
             other: [
-                TensorSpec(tuple(result[:, heads[other]].shape), tensor.dtype, tensor.device)
+                TensorSpec(
+                    tuple(result[:, heads[other]].shape), tensor.dtype, tensor.device
+                )
                 for tensor, (result, heads, _) in both
             ]
             for other in self._others()
@@ -127,17 +173,27 @@ class Ulysses:
         received = self._trade(sends, receives, _TO_TOKENS)
         for number, (tensor, (result, heads, layout)) in enumerate(both):
             parts = {member: some[number] for member, some in received.items()}
-            parts[self.member] = torch.cat(_pieces(tensor, layout.places(self.member)), dim=2)
+            parts[self.member] = torch.cat(
+                _pieces(tensor, layout.places(self.member)), dim=2
+            )
             # In the order of members on every rank, so that sums round alike and runs repeat to the bit.
             for member in sorted(parts):
-                sharing = [parts[other] for other in sorted(parts) if heads[other] == heads[member]]
+                sharing = [
+                    parts[other]
+                    for other in sorted(parts)
+                    if heads[other] == heads[member]
+                ]
                 if heads.index(heads[member]) == member:
-                    result[:, heads[member]] = sharing[0] if len(sharing) == 1 else torch.stack(sharing).sum(0)
+                    result[:, heads[member]] = (
+                        sharing[0] if len(sharing) == 1 else torch.stack(sharing).sum(0)
+                    )
 
 
 def _packed(parts: Sequence[_Pieces]) -> Tensor:
     specs = [_spec(pieces) for pieces in parts]
-    buffer = parts[0][0].new_empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+    buffer = parts[0][0].new_empty(
+        sum(spec.nbytes for spec in specs), dtype=torch.uint8
+    )
     for pieces, there in zip(parts, _unpacked(buffer, specs), strict=True):
         torch.cat(list(pieces), dim=2, out=there)
     return buffer
@@ -153,7 +209,9 @@ def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Return the tensors in a buffer, aligned as the widest come first."""
     found: dict[int, Tensor] = {}
     start = 0
-    for number in sorted(range(len(specs)), key=lambda number: -specs[number].dtype.itemsize):
+    for number in sorted(
+        range(len(specs)), key=lambda number: -specs[number].dtype.itemsize
+    ):
         stop = start + specs[number].nbytes
         found[number], start = specs[number].on(buffer[start:stop]), stop
     return [found[number] for number in range(len(specs))]

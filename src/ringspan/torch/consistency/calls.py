@@ -46,23 +46,31 @@ class Call:
 
 
 @contextmanager
-def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[None]:
+def preparing(
+    mesh: DeviceMesh, name: str, *, between_replicas: bool = True
+) -> Iterator[None]:
     """Guard preparations and user code: others hear of an error at their next call."""
     try:
         yield
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except (
+        Exception
+    ) as error:  # whatever it is, the other ranks must not wait for this one
         if not vars(error).get(_TOLD):
             check_call(mesh, Call(name, error=error), between_replicas=between_replicas)
         raise
 
 
 @contextmanager
-def meeting(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[Call]:
+def meeting(
+    mesh: DeviceMesh, name: str, *, between_replicas: bool = True
+) -> Iterator[Call]:
     """Prepare a call, then ``check_call``; an error here is raised on all."""
     call = Call(name)
     try:
         yield call
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+    except (
+        Exception
+    ) as raised:  # whatever it is, the other ranks must not wait for this one
         call.error = raised
     call.targets = check_call(mesh, call, between_replicas=between_replicas)
 
@@ -89,15 +97,29 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
 
 
 @torch.compiler.disable()
-def hear_all(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> list[Any]:
+def hear_all(
+    mesh: DeviceMesh, call: Call, *, between_replicas: bool = True
+) -> list[Any]:
     """Return each rank's ``said`` (one entry if all are equal), at the cost of ``check_call``."""
-    return [one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]] or [call.said]
+    return [
+        one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]
+    ] or [call.said]
 
 
-def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int, list["_Told"]]:
-    names, everywhere, in_ring = (_words(thing) for thing in (call.name, (call.alike, call.said), call.alike_in_ring))
+def _meet(
+    mesh: DeviceMesh, call: Call, *, between_replicas: bool
+) -> tuple[int, list["_Told"]]:
+    names, everywhere, in_ring = (
+        _words(thing)
+        for thing in (call.name, (call.alike, call.said), call.alike_in_ring)
+    )
     # The first number counts the ranks that have come, so sizes of meshes need not be known.
-    mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
+    mine = [
+        1,
+        int(call.error is None),
+        call.targets,
+        *_with_squares(names + everywhere + in_ring),
+    ]
     if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
         mine[2] = call.targets if mesh.get_local_rank("tp") == 0 else 0
     sums = mine
@@ -107,10 +129,20 @@ def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int,
     # Of each ring one digest goes on to the other replicas: whether its ranks are alike.
     is_ring_alike = _are_alike(num_in_ring, sums[-2 * _NUM_WORDS :])
     sums = [*sums[: -2 * _NUM_WORDS], num_in_ring if is_ring_alike else 0]
-    ranks, fine, targets, *digests, alike_in_rings = _sum(mesh, "replicate", sums) if between_replicas else sums
+    ranks, fine, targets, *digests, alike_in_rings = (
+        _sum(mesh, "replicate", sums) if between_replicas else sums
+    )
     if fine == ranks == alike_in_rings and _are_alike(ranks, digests):
         return targets, []
-    told = _tell(mesh, call, [axis for axis in mesh.mesh_dim_names or () if between_replicas or axis != "replicate"])
+    told = _tell(
+        mesh,
+        call,
+        [
+            axis
+            for axis in mesh.mesh_dim_names or ()
+            if between_replicas or axis != "replicate"
+        ],
+    )
     if (error := _wrong(told, call)) is not None:
         vars(error)[_TOLD] = between_replicas or mesh.get_group("replicate").size() == 1
         raise error
@@ -126,7 +158,9 @@ def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
 
 
 def _words(thing: object) -> list[int]:
-    digest = hashlib.blake2b(repr(thing).encode(), digest_size=_NUM_WORDS * _WORD_BITS // 8).digest()
+    digest = hashlib.blake2b(
+        repr(thing).encode(), digest_size=_NUM_WORDS * _WORD_BITS // 8
+    ).digest()
     return [int.from_bytes(digest[i : i + 2], "big") for i in range(0, len(digest), 2)]
 
 
@@ -136,7 +170,10 @@ def _with_squares(words: list[int]) -> list[int]:
 
 def _are_alike(ranks: int, sums: list[int]) -> bool:
     """Return whether all words are equal: only then ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
-    return all(ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
+    return all(
+        ranks * squares == total * total
+        for total, squares in zip(sums[::2], sums[1::2], strict=True)
+    )
 
 
 class _Told(NamedTuple):
@@ -148,8 +185,13 @@ class _Told(NamedTuple):
 def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
     replica = mesh.get_local_rank("replicate")
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
-    told = Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said)
-    return sorted(gather_over(mesh, _Told(dist.get_rank(), replica, told), axes), key=lambda one: one.rank)
+    told = Call(
+        call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said
+    )
+    return sorted(
+        gather_over(mesh, _Told(dist.get_rank(), replica, told), axes),
+        key=lambda one: one.rank,
+    )
 
 
 def _wrong(told: list[_Told], call: Call) -> Exception | None:
@@ -159,13 +201,22 @@ def _wrong(told: list[_Told], call: Call) -> Exception | None:
     # Of ranks in different calls nothing else can be compared.
     if len({one.call.name for one in told}) > 1:
         doing = _by_rank((one.rank, one.call.name) for one in told)
-        return PeerMismatch(f"the ranks do different things: {doing}; make each call on every rank")
-    rings = [[one for one in told if one.replica == replica] for replica in sorted({one.replica for one in told})]
-    in_rings = (_differences(ring, of_ring=True, replicate=len(rings)) for ring in rings)
+        return PeerMismatch(
+            f"the ranks do different things: {doing}; make each call on every rank"
+        )
+    rings = [
+        [one for one in told if one.replica == replica]
+        for replica in sorted({one.replica for one in told})
+    ]
+    in_rings = (
+        _differences(ring, of_ring=True, replicate=len(rings)) for ring in rings
+    )
     return next(chain(_differences(told), *in_rings), None)
 
 
-def _differences(told: list[_Told], *, of_ring: bool = False, replicate: int = 1) -> Iterator[PeerMismatch]:
+def _differences(
+    told: list[_Told], *, of_ring: bool = False, replicate: int = 1
+) -> Iterator[PeerMismatch]:
     facts = [one.call.alike_in_ring if of_ring else one.call.alike for one in told]
     for name in dict.fromkeys(name for each in facts for name in each):
         values = [each.get(name) for each in facts]
@@ -173,7 +224,9 @@ def _differences(told: list[_Told], *, of_ring: bool = False, replicate: int = 1
             shown = _by_rank(zip((one.rank for one in told), values, strict=True))
             whose = "the ranks of one ring" if of_ring else "the ranks"
             remedies = (text for key, text in _REMEDIES.items() if key in name)
-            remedy = "".join(f"; {text.format(replicate=replicate)}" for text in remedies)
+            remedy = "".join(
+                f"; {text.format(replicate=replicate)}" for text in remedies
+            )
             yield PeerMismatch(f"{whose} were given different {name}: {shown}{remedy}")
 
 
@@ -196,4 +249,6 @@ def _portable(error: Exception | None) -> Exception | None:
     if isinstance(error, RingspanError):
         # A new one: an exception of another process may hold what cannot be pickled.
         return type(error)(str(error))
-    return PeerMismatch(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+    return PeerMismatch(
+        f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+    )

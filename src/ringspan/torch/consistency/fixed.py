@@ -22,7 +22,9 @@ HOOKED = (
     "has a gradient hook, which FSDP never calls; change parameter.grad between backward and the optimizer's step, or "
     "use register_post_accumulate_grad_hook after parallelize"
 )
-_COPY: Final = "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
+_COPY: Final = (
+    "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
+)
 _OF_TRAINING: Final = "z_loss", "label_smoothing", "layers_per_checkpoint", "offload"
 _REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
 Structure = dict[nn.Module, dict[str, None]]
@@ -30,11 +32,19 @@ Structure = dict[nn.Module, dict[str, None]]
 
 
 def structure_of(model: nn.Module) -> Structure:
-    return {module: dict.fromkeys(module._parameters) for module in model.modules() if module._parameters}
+    return {
+        module: dict.fromkeys(module._parameters)
+        for module in model.modules()
+        if module._parameters
+    }
 
 
 def known_parameters(model: RingModel) -> list[nn.Parameter]:
-    found = (module._parameters[name] for module, names in model.ring_structure.items() for name in names)
+    found = (
+        module._parameters[name]
+        for module, names in model.ring_structure.items()
+        for name in names
+    )
     return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
 
 
@@ -51,8 +61,9 @@ def check_fixed(model: RingModel) -> None:
     for path, module in model.named_modules():
         if module._parameters:
             found[module] = dict.fromkeys(module._parameters)
+            # first: a new module's parameters are not split either
             problems += _problems(path, module._parameters, copies)
-    if found != model.ring_structure:  # first: a new module's parameters are not split either
+    if found != model.ring_structure:
         raise UnsupportedError(
             f"the parameters of {class_name(model)} changed after parallelize ({_first_change(model, found)}), which "
             "ranks would not share; change the model before"
@@ -63,8 +74,14 @@ def check_fixed(model: RingModel) -> None:
 
 
 def _first_change(model: RingModel, found: Structure) -> str:
-    known, paths = model.ring_structure, {module: path for path, module in model.named_modules()}
-    return next((paths[module] for module in found if known.get(module) != found[module]), "a module is gone")
+    known, paths = (
+        model.ring_structure,
+        {module: path for path, module in model.named_modules()},
+    )
+    return next(
+        (paths[module] for module in found if known.get(module) != found[module]),
+        "a module is gone",
+    )
 
 
 def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterator[str]:
@@ -87,7 +104,11 @@ class Weights:
 
     def __init__(self, model: RingModel) -> None:
         self._model = model
-        self._places = [(module._parameters, name) for module, names in model.ring_structure.items() for name in names]
+        self._places = [
+            (module._parameters, name)
+            for module, names in model.ring_structure.items()
+            for name in names
+        ]
         self._shards = [parameters[name] for parameters, name in self._places]
         self._before = self._versions()
         self._is_evaluated = not model.training
@@ -105,7 +126,14 @@ class Weights:
         if now != self._before:
             pairs = zip(self._shards, self._before, now, strict=True)
             changed = next(shard for shard, was, is_now in pairs if was != is_now)
-            name = next((name for name, each in self._model.named_parameters() if each is changed), "a weight")
+            name = next(
+                (
+                    name
+                    for name, each in self._model.named_parameters()
+                    if each is changed
+                ),
+                "a weight",
+            )
             raise UnsupportedError(
                 f"{name} was changed between a forward pass and its backward pass, which computes with it again; step "
                 "the optimizer after backward"
@@ -116,13 +144,19 @@ class Weights:
         # Copies that FSDP has kept whole since the forward pass know of nothing that was frozen meanwhile.
         for (parameters, name), shard in zip(self._places, self._shards, strict=True):
             held = parameters.get(name)
-            if held is not None and shard is not None and held.requires_grad != shard.requires_grad:
+            if (
+                held is not None
+                and shard is not None
+                and held.requires_grad != shard.requires_grad
+            ):
                 held.requires_grad_(shard.requires_grad)
 
     def _versions(self) -> list[tuple[int, int] | None]:
         # Optimizers write to a parameter, which counts for itself, and others to its shard.
         return [
-            None if each is None else (each._version, getattr(each, "_local_tensor", each)._version)
+            None
+            if each is None
+            else (each._version, getattr(each, "_local_tensor", each)._version)
             for each in self._shards
         ]
 
@@ -130,7 +164,11 @@ class Weights:
 def _warn_of_evaluation(model: RingModel) -> None:
     """Log the options that a pass with a backward pass has left out, since the model is in evaluation mode."""
     plain, step = StepConfig(), model.ring_step
-    options = {name: getattr(step, name) for name in _OF_TRAINING if getattr(step, name) != getattr(plain, name)}
+    options = {
+        name: getattr(step, name)
+        for name in _OF_TRAINING
+        if getattr(step, name) != getattr(plain, name)
+    }
     if step.checkpoint != "none":
         options["checkpoint"] = step.checkpoint
     if options and model.ring_mesh.get_rank() == int(model.ring_mesh.mesh.min()):
@@ -151,7 +189,11 @@ def note_data(model: nn.Module) -> None:
 def note_buffers(model: RingModel, layers: Iterable[nn.Module]) -> None:
     paths = {module: path for path, module in model.named_modules()}
     parts = (part for layer in layers for part in layer.modules())
-    model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]
+    model.ring_buffers = [
+        (f"{paths[part]}.{name}", part, name)
+        for part in parts
+        for name in part._buffers
+    ]
 
 
 @contextmanager
@@ -191,9 +233,13 @@ class Fixed:
             "with Accelerate use ringspan.hf.ring_accelerator, whose prepare leaves the model as it is"
         )
 
-    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
+    def _apply(
+        self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> object:
         """Refuse ``to``, ``half``, ``cuda``, ... that change dtypes or devices, except off the meta device."""
-        for dtype, device in {(p.dtype, p.device) for p in map(local_part, self.parameters())}:
+        for dtype, device in {
+            (p.dtype, p.device) for p in map(local_part, self.parameters())
+        }:
             probe = torch.empty(0, dtype=dtype, device=device)
             changed = fn(probe)
             if changed.dtype != probe.dtype:
@@ -216,15 +262,25 @@ class Fixed:
         "{model} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
         "model.state_dict() its shards"
     )
-    resize_token_embeddings = refusing("resize_token_embeddings comes before parallelize; call it there")
-    add_adapter = refusing("call add_adapter before parallelize, which splits adapters with all other weights")
-    load_adapter = refusing("call load_adapter before parallelize, which splits adapters with all other weights")
-    delete_adapter = refusing("call delete_adapter before parallelize, or set_adapter and disable_adapters after")
+    resize_token_embeddings = refusing(
+        "resize_token_embeddings comes before parallelize; call it there"
+    )
+    add_adapter = refusing(
+        "call add_adapter before parallelize, which splits adapters with all other weights"
+    )
+    load_adapter = refusing(
+        "call load_adapter before parallelize, which splits adapters with all other weights"
+    )
+    delete_adapter = refusing(
+        "call delete_adapter before parallelize, or set_adapter and disable_adapters after"
+    )
     gradient_checkpointing_enable = gradient_checkpointing_disable = refusing(
         "layers on a ring are checkpointed by parallelize(checkpoint='attention'), 'full' or 'none'; leave "
         "gradient_checkpointing out"
     )
-    activation_checkpointing_enable = activation_checkpointing_disable = gradient_checkpointing_enable
+    activation_checkpointing_enable = activation_checkpointing_disable = (
+        gradient_checkpointing_enable
+    )
 
 
 refuse_copy = refusing(  # copy.deepcopy
@@ -247,21 +303,36 @@ def calling_parts(name: str) -> Iterator[None]:
 def refuse_own_calls(model: nn.Module, decoder: str) -> None:
     """Make the decoder, embeddings, layers, norm and head raise outside of a pass."""
     path = accumulate(decoder.split("."), "{}.{}".format)
-    children = [child for module in (model, *map(model.get_submodule, path)) for child in module.children()]
-    children += [layer for child in children if isinstance(child, nn.ModuleList) for layer in child]
+    children = [
+        child
+        for module in (model, *map(model.get_submodule, path))
+        for child in module.children()
+    ]
+    children += [
+        layer
+        for child in children
+        if isinstance(child, nn.ModuleList)
+        for layer in child
+    ]
     # One for each class: layers of one class share compiled programs.
     kinds: dict[type, type] = {}
     for part in dict.fromkeys(children):
-        if not isinstance(part, nn.ModuleList) and next(part.parameters(), None) is not None:
+        if (
+            not isinstance(part, nn.ModuleList)
+            and next(part.parameters(), None) is not None
+        ):
             plain = type(part)
             if plain not in kinds:
-                kinds[plain] = type(plain.__name__, (_Part, plain), {"__module__": plain.__module__})
+                kinds[plain] = type(
+                    plain.__name__, (_Part, plain), {"__module__": plain.__module__}
+                )
             part.__class__ = kinds[plain]
 
 
 class _Part(Mixin):
+    # nor is it computed again in backward
     def __call__(self: Any, *args: object, **kwargs: object) -> object:
-        if not _passes and torch._C._current_graph_task_id() == -1:  # nor is it computed again in backward
+        if not _passes and torch._C._current_graph_task_id() == -1:
             raise UnsupportedError(
                 f"{class_name(self)} was called by itself: only a pass of the whole model on a ring gathers its "
                 "weights and splits its tokens. Compute from the logits of model(**batch) without labels, or from "

@@ -13,7 +13,12 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.attention.traced import ends_of
 from ringspan.torch.consistency.calls import exchanging, meeting
-from ringspan.torch.consistency.fixed import calling_parts, check_fixed, keeping_buffers, known_parameters
+from ringspan.torch.consistency.fixed import (
+    calling_parts,
+    check_fixed,
+    keeping_buffers,
+    known_parameters,
+)
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
@@ -29,7 +34,13 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.transport.agreement import compared_batch
 
 # In the order of a batch's digest.
-_DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "images and token types")
+_DIGESTS: Final = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "attention_mask",
+    "images and token types",
+)
 
 
 @contextmanager
@@ -53,20 +64,35 @@ def recovering(model: RingModel) -> Iterator[None]:
 
 
 @torch.compiler.disable()
-def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+def agreeing(
+    model: RingModel, arguments: dict[str, Any]
+) -> AbstractContextManager[None]:
     """Trust the masks of checked arguments, whose documents ranks have compared; not masks of images."""
-    return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_axis.get_group())
+    return (
+        nullcontext()
+        if arguments.get("media") is not None
+        else compared_batch(model.ring_axis.get_group())
+    )
 
 
 @torch.compiler.disable()
 def check_forward(
-    model: RingModel, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
+    model: RingModel,
+    bind: Callable[[], BoundArguments],
+    check_others: Callable[[dict[str, Any]], Any],
+    name: str,
 ) -> dict[str, Any]:
     """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with the batch's targets and length."""
     with meeting(model.ring_mesh, name) as facts:
-        arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
+        arguments = {
+            name: value for name, value in bind().arguments.items() if name != "self"
+        }
         # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
-        others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
+        others = {
+            name: arguments.pop(name)
+            for name in ("labels", "attention_mask")
+            if name in arguments
+        }
         others |= arguments.pop("kwargs", {})
         try:
             check_fixed(model)  # before the copies in place of shards are shards again
@@ -75,9 +101,14 @@ def check_forward(
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
-        facts.alike, facts.alike_in_ring = _facts(model, arguments, others), _facts_of_ring(arguments)
+        facts.alike, facts.alike_in_ring = (
+            _facts(model, arguments, others),
+            _facts_of_ring(arguments),
+        )
         of_tree = arguments.get("tree_targets")
-        facts.targets = 0 if targets is None else int(times_counted(targets, of_tree).sum())
+        facts.targets = (
+            0 if targets is None else int(times_counted(targets, of_tree).sum())
+        )
     tokens = arguments["input_ids"].shape[1] * model.ring_axis.size()
     defaults = {"num_items_in_batch": facts.targets, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -88,13 +119,24 @@ def check_forward(
     return defaults | given | others
 
 
-def _facts(model: RingModel, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def _facts(
+    model: RingModel, arguments: dict[str, Any], others: dict[str, Any]
+) -> dict[str, Any]:
     number = arguments.get("num_items_in_batch")
     return pass_facts(model) | {
         "labels": arguments.get("shift_labels") is not None,
-        "output_router_logits": wanted_router(model, arguments.get("output_router_logits")) is not None,
+        "output_router_logits": wanted_router(
+            model, arguments.get("output_router_logits")
+        )
+        is not None,
         "num_items_in_batch": None if number is None else _whole_number(number),
-        "arguments": tuple(sorted((name, str(value)) for name, value in others.items() if value is not None)),
+        "arguments": tuple(
+            sorted(
+                (name, str(value))
+                for name, value in others.items()
+                if value is not None
+            )
+        ),
     }
 
 
@@ -105,11 +147,17 @@ def pass_facts(model: RingModel) -> dict[str, Any]:
         "model": model.ring_number,
         "mode": "training" if model.training else "evaluation",
         "gradients": torch.is_grad_enabled(),
-        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        "autocast": torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else None,
     }
     if torch.is_grad_enabled():
-        trained = bytes(parameter.requires_grad for parameter in known_parameters(model))
-        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} ({_digest(trained)})"
+        trained = bytes(
+            parameter.requires_grad for parameter in known_parameters(model)
+        )
+        facts["trained parameters"] = (
+            f"{sum(trained)} of {len(trained)} ({_digest(trained)})"
+        )
         facts |= optimizer_facts(model)
     return facts
 
@@ -126,10 +174,15 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "batch size": batch_size,
         "local length": length,
-        "documents": None if lengths is None else _digest(repr(lengths.tolist()).encode()),
+        "documents": None
+        if lengths is None
+        else _digest(repr(lengths.tolist()).encode()),
         "padding marked": arguments.get("real_tokens") is not None,
         "length of the longest document": None if longest is None else int(longest),
-        **{name: f"digest {number % (1 << 64):016x}" for name, number in zip(_DIGESTS, digests, strict=False)},
+        **{
+            name: f"digest {number % (1 << 64):016x}"
+            for name, number in zip(_DIGESTS, digests, strict=False)
+        },
     }
 
 
@@ -146,44 +199,74 @@ def _check_batch(
     **_: object,
 ) -> None:  # fmt: skip
     if input_ids is None or position_ids is None:
-        raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
+        raise UnsupportedError(
+            "input_ids and position_ids are needed; make the batch with rs.shard_batch"
+        )
     if real_tokens is not None and real_tokens.shape != input_ids.shape:
         raise UnsupportedError(
             f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch "
             "with rs.shard_batch"
         )
-    if document_lengths is not None and document_lengths.ndim == 3 and model.ring_no_tree:
+    if (
+        document_lengths is not None
+        and document_lengths.ndim == 3
+        and model.ring_no_tree
+    ):
         raise UnsupportedError(
             f"a tree of segments is not supported for {class_name(model)}, which has {model.ring_no_tree}; give it "
             "separate rows"
         )
     ring = model.ring_axis
     tokens = ring.size() * input_ids.shape[1]
-    split = BatchLayout.of(model.ring_layout, tokens, ring.size(), document_lengths, model.ring_folds)
+    split = BatchLayout.of(
+        model.ring_layout, tokens, ring.size(), document_lengths, model.ring_folds
+    )
     inputs, labels = model.ring_vocabularies
     longest = split.shared.length if sequence_length is None else int(sequence_length)
     # Where the longest is a whole row, positions may count over rows, as behind padding on the left.
-    is_whole = document_lengths is not None and longest == int(ends_of(document_lengths).max())
+    is_whole = document_lengths is not None and longest == int(
+        ends_of(document_lengths).max()
+    )
     counted = [document_lengths, None] if is_whole else [document_lengths]
     _check_layout(model, position_ids, layout_digest, split, counted)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
     if model.ring_skipped is not None:
         rows = split.positions(ring.get_local_rank()).to(input_ids.device)
-        ends = longest if document_lengths is None else ends_of(document_lengths).to(input_ids.device)
-        _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
+        ends = (
+            longest
+            if document_lengths is None
+            else ends_of(document_lengths).to(input_ids.device)
+        )
+        _check_skipped(
+            model.ring_skipped,
+            input_ids,
+            rows < ends if real_tokens is None else real_tokens,
+        )
     if error := beyond_table(model, decoder_on_ring(model), longest):
         raise error
     if shift_labels is not None and labels:  # a classifier has no vocabulary
-        check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
+        check_entries(
+            "labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels
+        )
 
 
 def _check_layout(
-    model: RingModel, positions: Tensor, digest: Tensor | None, split: BatchLayout, counted: Sequence[Tensor | None]
+    model: RingModel,
+    positions: Tensor,
+    digest: Tensor | None,
+    split: BatchLayout,
+    counted: Sequence[Tensor | None],
 ) -> None:
-    layout, name, rank = split.shared, model.ring_layout, model.ring_axis.get_local_rank()
+    layout, name, rank = (
+        split.shared,
+        model.ring_layout,
+        model.ring_axis.get_local_rank(),
+    )
     rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]
-    expected = (positions_of(split, rank, *each) for each in zip(counted, rows, strict=True))
+    expected = (
+        positions_of(split, rank, *each) for each in zip(counted, rows, strict=True)
+    )
     folds = f", folds={model.ring_folds}" if model.ring_folds > 1 else ""
     remedy = f"use rs.shard_batch(batch, mesh, layout={name!r}{folds})"
     if positions.shape[-1] != layout.tokens_per_rank or not any(
@@ -191,7 +274,9 @@ def _check_layout(
     ):
         raise LayoutError(f"position_ids are not those of the layout {name}; {remedy}")
     if digest is not None and int(digest) != int(split.digest(rank)):
-        raise LayoutError(f"the batch was split by another layout than {name}, or for another mesh; {remedy}")
+        raise LayoutError(
+            f"the batch was split by another layout than {name}, or for another mesh; {remedy}"
+        )
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
@@ -205,4 +290,6 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
 
 def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
-        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}; pad with one")
+        raise UnsupportedError(
+            f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}; pad with one"
+        )

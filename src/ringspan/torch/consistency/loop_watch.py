@@ -33,7 +33,9 @@ _WORD: Final = "ringspan/failed exchange of rank"
 class LoopWatch:
     def __init__(self, mesh: DeviceMesh) -> None:
         # Before the process group's own time-out, which would end the ranks without saying who is missing.
-        self.patience_seconds = 0.8 * timeout_seconds(mesh.get_group("ring"), torch.device(mesh.device_type))
+        self.patience_seconds = 0.8 * timeout_seconds(
+            mesh.get_group("ring"), torch.device(mesh.device_type)
+        )
         # A rank may be silent as long as others may wait for it.
         limits = Limits(silence_seconds=self.patience_seconds)
         self._watchdog = Watchdog(limits, None, leaving_seconds=_LEAVING_SECONDS)
@@ -48,7 +50,8 @@ class LoopWatch:
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:
             yield
-        except RuntimeError:  # how an exchange with a rank that is gone fails: let it be named
+        # how an exchange with a rank that is gone fails: let it be named
+        except RuntimeError:
             self._watchdog.await_verdict()
             raise
         finally:
@@ -79,7 +82,11 @@ def watch_loop(mesh: DeviceMesh) -> None:
     global _watch
     group = mesh.get_group("ring")
     # A mesh over a part of the world would take ranks for missing that have nothing to do with it.
-    if _watch is None and 1 < dist.get_world_size() == mesh.size() and dist.get_backend(group) != "fake":
+    if (
+        _watch is None
+        and 1 < dist.get_world_size() == mesh.size()
+        and dist.get_backend(group) != "fake"
+    ):
         _watch = LoopWatch(mesh)
 
 
@@ -106,37 +113,57 @@ def say_at_the_end() -> None:
 
 
 def _say_of_last() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the process, as the interpreter leaves it
+    # what ended the process, as the interpreter leaves it
+    error = getattr(sys, "last_value", None)
     if error is not None and _watch is None:
         functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
-        _say_once(error, "a backward pass" if "_engine_run_backward" in functions else "the loop")
+        _say_once(
+            error,
+            "a backward pass" if "_engine_run_backward" in functions else "the loop",
+        )
 
 
 def _say_once(error: BaseException, call: str) -> None:
-    is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)  # gloo's have no class of their own
+    # gloo's have no class of their own
+    is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)
     if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
-        vars(error)["ring_said"] = True  # of calls inside of calls, the innermost says it
+        vars(error)["ring_said"] = (
+            True  # of calls inside of calls, the innermost says it
+        )
         _say_who_is_missing(call)
 
 
 def _say_who_is_missing(call: str) -> None:
     """Print the ranks that leave no word in the store: gone, or busy with something else."""
-    rank, others = dist.get_rank(), [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
+    rank, others = (
+        dist.get_rank(),
+        [other for other in range(dist.get_world_size()) if other != dist.get_rank()],
+    )
     try:
         store: Any = dist.distributed_c10d._get_default_store()
         store.set(f"{_WORD} {rank}", call)
         time.sleep(_WORD_SECONDS)
-        missing = [str(other) for other in others if not store.check([f"{_WORD} {other}"])]
+        missing = [
+            str(other) for other in others if not store.check([f"{_WORD} {other}"])
+        ]
     except RuntimeError:
         missing = ["0"]  # which held the store
     who = f"no word from rank {few(missing)}" if missing else "all ranks are there"
-    print(f"ringspan: rank {rank} lost an exchange in {call}; {who}", file=sys.stderr, flush=True)
+    print(
+        f"ringspan: rank {rank} lost an exchange in {call}; {who}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def watch_backward(loss: Tensor) -> Tensor:
     """Return the loss, whose backward is a call before FSDP's hooks, also for ``DTensor`` gradients."""
     if loss.requires_grad:
-        loss.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else None)
+        loss.register_hook(
+            lambda gradient: (
+                gradient.full_tensor() if isinstance(gradient, DTensor) else None
+            )
+        )
     if _watch is not None:
         _watch.backward_of(loss)
     return loss

@@ -6,7 +6,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.memory.adamw import give_shards, is_local, take_back
@@ -32,7 +36,11 @@ def optimizer_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def num_steps(model: nn.Module) -> int:
-    return sum(count for name, count in optimizer_facts(model).items() if name.startswith(_STEPS))
+    return sum(
+        count
+        for name, count in optimizer_facts(model).items()
+        if name.startswith(_STEPS)
+    )
 
 
 def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -47,8 +55,12 @@ def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
         facts[f"parameters of the optimizer {kind}"] = _members[optimizer]
         for key in optimizer.param_groups[0]:
             if key != "params":
-                settings = tuple(_plain(group.get(key)) for group in optimizer.param_groups)
-                facts[f"optimizer setting {key} of {kind}"] = settings[0] if len(settings) == 1 else settings
+                settings = tuple(
+                    _plain(group.get(key)) for group in optimizer.param_groups
+                )
+                facts[f"optimizer setting {key} of {kind}"] = (
+                    settings[0] if len(settings) == 1 else settings
+                )
 
     if _owners[optimizer] and is_local(optimizer):
         give_shards(optimizer)
@@ -61,8 +73,15 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: object) -> None:
 
 def _describe(optimizer: Optimizer) -> str:
     # By place in the model, since addresses differ between processes.
-    places = {id(parameter): place for model in _models for place, parameter in enumerate(model.parameters())}
-    groups = [[places.get(id(parameter), -1) for parameter in group["params"]] for group in optimizer.param_groups]
+    places = {
+        id(parameter): place
+        for model in _models
+        for place, parameter in enumerate(model.parameters())
+    }
+    groups = [
+        [places.get(id(parameter), -1) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
     digest = hashlib.blake2b(repr(groups).encode(), digest_size=4).hexdigest()
     return f"{', '.join(str(len(group)) for group in groups)} (digest {digest})"
 
@@ -74,7 +93,11 @@ def _plain(value: object) -> object:
 @torch.no_grad()
 def _find_owners(optimizer: Optimizer) -> WeakSet[nn.Module]:
     """Return the models that an optimizer updates; refuse gathered copies of shards, which it would lose."""
-    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    theirs = {
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     owners: WeakSet[nn.Module] = WeakSet()
     _members[optimizer] = _describe(optimizer)
     for model in _models:

@@ -29,7 +29,12 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RingspanError
+from ringspan.core.errors import (
+    EXIT_PEER_LOST,
+    EXIT_STALLED,
+    ConfigError,
+    RingspanError,
+)
 from ringspan.core.files.output import refusal
 from ringspan.core.messages.lines import shortened
 from ringspan.torch.runtime.environment import is_launched
@@ -38,7 +43,11 @@ from ringspan.torch.transport.exchange import COUNTERS
 
 @dataclass
 class Place:
-    count: tuple[int, int] = (0, 0)  # beats of its main thread and posted exchanges; a working rank raises them
+    # beats of its main thread and posted exchanges; a working rank raises them
+    count: tuple[int, int] = (
+        0,
+        0,
+    )
     step: int = 0
     hop: int | None = None
     doing: str = "starting"
@@ -52,7 +61,11 @@ class Place:
         count = int(message["count"][0]), int(message["count"][1])
         if count != self.count:
             self.count, self.changed = count, self.heard
-        self.step, self.hop, self.doing = int(message["step"]), message["hop"], str(message["doing"])
+        self.step, self.hop, self.doing = (
+            int(message["step"]),
+            message["hop"],
+            str(message["doing"]),
+        )
         self.patience_seconds = float(message["patience_seconds"])
         self.process = str(message["machine"]), int(message["pid"])
 
@@ -63,7 +76,9 @@ class Place:
 
 
 _MEASURED_STEPS: Final = 3
-_VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose fault it was
+_VERDICT_SECONDS: Final = (
+    2.0  # how long a failed exchange waits to hear whose fault it was
+)
 _PAUSE_SECONDS: Final = 1.0  # that a busy machine may keep the watching thread waiting
 _MAX_LINE_BYTES: Final = 1 << 16
 
@@ -91,11 +106,20 @@ class Watchdog:
     """Watchdog over the other ranks, told by ``step`` and ``doing``; ``end`` exits with a code."""
 
     def __init__(
-        self, config: Limits, folder: Path | None, end: Callable[[int], Any] = os._exit, *,
+        self,
+        config: Limits,
+        folder: Path | None,
+        end: Callable[[int], Any] = os._exit,
+        *,
         leaving_seconds: float = float("inf"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write stacks to stderr without a ``folder``; name a departed rank awaited for ``leaving_seconds``."""
-        self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
+        self._config, self._folder, self._end, self._leaving_seconds = (
+            config,
+            folder,
+            end,
+            leaving_seconds,
+        )
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         # Fewer words a second from each where there are many.
         self._interval = max(0.2, self._num_ranks / 100)
@@ -121,20 +145,29 @@ class Watchdog:
         self._meet()
         self._places[self._rank] = Place()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="watchdog", daemon=True
+        )
         self._thread.start()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        # how an exchange with a lost peer fails: let its rank be named
         """Say farewell; tell the others of a failure of only this rank, not of a shared refusal."""
-        if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
+        if isinstance(error, RuntimeError):
             self.await_verdict()
         # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
         # cannot be written the launcher tells, and ends the others. Their exchanges with this rank fail until it does.
-        is_refusal = isinstance(error, RingspanError) or (error is not None and is_launched() and refusal(error))
+        is_refusal = isinstance(error, RingspanError) or (
+            error is not None and is_launched() and refusal(error)
+        )
         if is_refusal:
             self._farewell = {"bye": None, "refused": True}
-        elif error is not None and not (self._is_refused and isinstance(error, RuntimeError)):
+        elif error is not None and not (
+            self._is_refused and isinstance(error, RuntimeError)
+        ):
             self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
         self._closing.set()
         self._wake.send(b"x")
@@ -154,14 +187,18 @@ class Watchdog:
         # By the median: a few steps, such as those that save, take longer and are no stall.
         if len(self._seconds) >= _MEASURED_STEPS:
             median = statistics.median(self._seconds)
-            self._patience_seconds = max(self._config.min_seconds, self._config.timeout_steps * median)
+            self._patience_seconds = max(
+                self._config.min_seconds, self._config.timeout_steps * median
+            )
         self._beats += 1
 
     def await_verdict(self) -> None:
         """Wait briefly after a failed exchange for the verdict that ends this process."""
         if self._thread is not None:
             leaving = self._leaving_seconds + 1.0
-            time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
+            time.sleep(
+                max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0)
+            )
 
     def be(self, step: int, doing: str, patience_seconds: float) -> None:
         self._step, self._doing, self._patience_seconds = step, doing, patience_seconds
@@ -186,7 +223,9 @@ class Watchdog:
                 # With a token, since anybody on the network can connect to a port.
                 answer = [(*server.getsockname()[:2], secrets.token_hex(16))]
             except OSError as error:
-                answer = [f"rank 0 cannot listen for the other ranks: {error}; set watchdog.enabled = false"]
+                answer = [
+                    f"rank 0 cannot listen for the other ranks: {error}; set watchdog.enabled = false"
+                ]
         dist.broadcast_object_list(answer)
         if isinstance(answer[0], str):
             raise ConfigError(answer[0])
@@ -242,9 +281,15 @@ class Watchdog:
                     self._receive(key.data)
             now = time.monotonic()
             # Time in which this thread did not run, as in a job that was stopped and continued, is nobody's silence.
-            missed, looked = max(0.0, now - looked - self._interval - _PAUSE_SECONDS), now
+            missed, looked = (
+                max(0.0, now - looked - self._interval - _PAUSE_SECONDS),
+                now,
+            )
             for place in self._places.values():
-                place.changed, place.heard = place.changed + missed, place.heard + missed
+                place.changed, place.heard = (
+                    place.changed + missed,
+                    place.heard + missed,
+                )
             if now - told >= self._interval:
                 told = now
                 self._tell()
@@ -259,10 +304,15 @@ class Watchdog:
 
     def _tell(self) -> None:
         message = {
-            "rank": self._rank, "count": (self._beats, COUNTERS.num_posts), "step": self._step, "hop": COUNTERS.hop,
-            "doing": self._doing, "patience_seconds": self._patience_seconds, "machine": self._machine,
+            "rank": self._rank,
+            "count": (self._beats, COUNTERS.num_posts),
+            "step": self._step,
+            "hop": COUNTERS.hop,
+            "doing": self._doing,
+            "patience_seconds": self._patience_seconds,
+            "machine": self._machine,
             "pid": os.getpid(),
-        }  # fmt: skip
+        }
         self._places[self._rank].hear(message)
         for link in self._links:
             self._send(link, message)
@@ -289,7 +339,14 @@ class Watchdog:
         for line in lines:
             try:
                 self._hear(link, json.loads(line))
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # not one of us
+            # not one of us
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+                IndexError,
+                AttributeError,
+            ):
                 self._drop(link)
                 return
 
@@ -332,24 +389,45 @@ class Watchdog:
 
     def _lost(self, rank: int, how: str) -> None:
         place = self._places.get(rank)
-        self._conclude(f"rank {rank} {how} {place.describe() if place else f'after step {self._step}'}", EXIT_PEER_LOST)
+        self._conclude(
+            f"rank {rank} {how} {place.describe() if place else f'after step {self._step}'}",
+            EXIT_PEER_LOST,
+        )
 
     def _judge(self, now: float) -> None:
         """Judge all ranks on rank 0, elsewhere only whether rank 0 is heard."""
         for rank, left in self._left.items():
-            quiet = [p for p in self._places.values() if now - p.changed > self._leaving_seconds]
+            quiet = [
+                p
+                for p in self._places.values()
+                if now - p.changed > self._leaving_seconds
+            ]
             waiting = [p for p in quiet if math.isfinite(p.patience_seconds)]
             if waiting:
                 how = f"ended {left.describe()}, which others wait for {waiting[0].describe()}"
-                self._conclude(f"rank {rank} {how}; make each call on every rank", EXIT_PEER_LOST)
+                self._conclude(
+                    f"rank {rank} {how}; make each call on every rank", EXIT_PEER_LOST
+                )
                 return
-        places = self._places if self._rank == 0 else {r: p for r, p in self._places.items() if r == 0}
+        places = (
+            self._places
+            if self._rank == 0
+            else {r: p for r, p in self._places.items() if r == 0}
+        )
         silence = self._config.silence_seconds
-        stalled = [p for p in places.values() if now - p.changed > p.patience_seconds or now - p.heard > silence]
+        stalled = [
+            p
+            for p in places.values()
+            if now - p.changed > p.patience_seconds or now - p.heard > silence
+        ]
         if not stalled:
             return
         seconds = max(now - place.changed for place in stalled)
-        silent = {r: p for r, p in places.items() if now - p.heard > max(1.0, 4 * self._interval)}
+        silent = {
+            r: p
+            for r, p in places.items()
+            if now - p.heard > max(1.0, 4 * self._interval)
+        }
         if silent:
             missing, how = silent, "silent, stopped or cut off"
             for place in silent.values():
@@ -361,11 +439,20 @@ class Watchdog:
             # All wait for somebody; who has done least is whom they wait for.
             first = min(place.count for place in places.values())
             missing = {r: p for r, p in places.items() if p.count == first}
-            how = "furthest behind" if len(missing) < len(places) else "no rank is behind another"
+            how = (
+                "furthest behind"
+                if len(missing) < len(places)
+                else "no rank is behind another"
+            )
         else:
             return
-        shown = ", ".join(f"rank {rank} {place.describe()}" for rank, place in sorted(missing.items())[:8])
-        self._conclude(f"no progress for {seconds:.1f} s: {shown} ({how})", EXIT_STALLED)
+        shown = ", ".join(
+            f"rank {rank} {place.describe()}"
+            for rank, place in sorted(missing.items())[:8]
+        )
+        self._conclude(
+            f"no progress for {seconds:.1f} s: {shown} ({how})", EXIT_STALLED
+        )
 
     def _conclude(self, verdict: str, code: int) -> None:
         for link in self._links:
@@ -396,7 +483,9 @@ class Watchdog:
 def _machine() -> str:
     """Return boot id and pid namespace, equal if processes can signal each other."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path(
+            "/proc/sys/kernel/random/boot_id"
+        ).read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return secrets.token_hex(16)  # shared with nobody
 
@@ -404,4 +493,6 @@ def _machine() -> str:
 def _listen() -> socket.socket:
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(address[0]), 0), family=family, backlog=dist.get_world_size())
+    return socket.create_server(
+        (str(address[0]), 0), family=family, backlog=dist.get_world_size()
+    )

@@ -30,10 +30,19 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
 
 def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ConfigError, on the mesh's first rank, for NaN and infinity in its weights."""
-    if dist.get_backend(mesh.get_group("ring")) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
-        refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
-        buffers = ((name, x) for name, x in model.named_buffers() if x.is_floating_point())
-        refuse_not_finite((name, x.masked_fill(x.isinf(), 0)) for name, x in buffers)  # limits may be infinite
+    if dist.get_backend(mesh.get_group("ring")) != "fake" and dist.get_rank() == int(
+        mesh.mesh.min()
+    ):
+        refuse_not_finite(
+            part
+            for name, weight in model.named_parameters()
+            for part in plain_parts(name, weight)
+        )
+        buffers = (
+            (name, x) for name, x in model.named_buffers() if x.is_floating_point()
+        )
+        # limits may be infinite
+        refuse_not_finite((name, x.masked_fill(x.isinf(), 0)) for name, x in buffers)
 
 
 @torch.no_grad()
@@ -41,10 +50,21 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Copy the first rank's values in place where ranks differ (by seeds); collective."""
     if mesh.size() == 1 or dist.get_backend(mesh.get_group("ring")) == "fake":
         return
-    digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
-    if len(everyone := hear_all(mesh, Call("comparing the weights", said=digests))) == 1:
+    digests = {
+        name: digest_values(tensor)
+        for name, tensor in _tensors(model)
+        if not tensor.is_meta
+    }
+    if (
+        len(everyone := hear_all(mesh, Call("comparing the weights", said=digests)))
+        == 1
+    ):
         return
-    different = [name for name, digest in digests.items() if any(one[name] != digest for one in everyone)]
+    different = [
+        name
+        for name, digest in digests.items()
+        if any(one[name] != digest for one in everyone)
+    ]
     tensors = dict(_tensors(model))
     for name in different:
         _broadcast(tensors[name], mesh)

@@ -10,11 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.tree import Tree
-from ringspan.core.names import PREFIX_LOSS_NAMES, BatchLayoutName, PrefixLossName, find_name
+from ringspan.core.names import (
+    PREFIX_LOSS_NAMES,
+    BatchLayoutName,
+    PrefixLossName,
+    find_name,
+)
 from ringspan.torch.attention.traced import rows_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import MEDIA, media_of
-from ringspan.torch.data.padding import FILLER, IGNORED, behind_padding, real_tokens, refuse_targets_of_padding
+from ringspan.torch.data.padding import (
+    FILLER,
+    IGNORED,
+    behind_padding,
+    real_tokens,
+    refuse_targets_of_padding,
+)
 from ringspan.torch.data.tree import SEGMENTS, shard_segments
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
@@ -27,9 +38,26 @@ SHARDED: Final = frozenset({
 
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 # What collators that flatten a batch into one row say of its documents.
-_FLATTENED: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_FLATTENED: Final = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 # What ``shard_batch`` takes.
-TAKEN: Final = MEDIA | SEGMENTS | {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED}
+TAKEN: Final = (
+    MEDIA
+    | SEGMENTS
+    | {
+        "input_ids",
+        "labels",
+        "shift_labels",
+        "attention_mask",
+        "position_ids",
+        *_FLATTENED,
+    }
+)
 
 
 def shard_batch(
@@ -79,24 +107,42 @@ def shard_batch(
     batch = {name: value for name, value in batch.items() if value is not None}
     unknown = sorted(set(batch) - TAKEN)
     if unknown:
-        raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(TAKEN))}")
+        raise UnsupportedError(
+            f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(TAKEN))}"
+        )
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
     for name, value in batch.items():
-        if not isinstance(value, Tensor) and not name.startswith("max_length") and name != "second_per_grid_ts":
-            raise UnsupportedError(f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first")
+        if (
+            not isinstance(value, Tensor)
+            and not name.startswith("max_length")
+            and name != "second_per_grid_ts"
+        ):
+            raise UnsupportedError(
+                f"{name} must be a tensor, got a {type(value).__name__}; collate the batch first"
+            )
     tokens = batch["input_ids"]
-    if tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
+    if (
+        tokens.ndim != 2
+        or not tokens.numel()
+        or tokens.dtype not in (torch.int64, torch.int32)
+    ):
         raise UnsupportedError(
             f"input_ids must be int64 or int32 (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
         )
     if not SEGMENTS.isdisjoint(batch):
         if folds > 1:
-            raise UnsupportedError(f"a tree of segments is not supported in folds={folds}; use folds=1")
+            raise UnsupportedError(
+                f"a tree of segments is not supported in folds={folds}; use folds=1"
+            )
         return shard_segments(batch, mesh, layout, device, prefix_loss)
     real = real_tokens(batch)
     targets = targets_of(batch, real)
-    lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
+    lengths = (
+        _document_lengths(batch["position_ids"], tokens)
+        if "position_ids" in batch
+        else None
+    )
     lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
     named = [name for name in ("position_ids", *_FLATTENED) if name in batch]
     # Positions that count over the whole row are those that transformers gives it, padding on the left included.
@@ -104,10 +150,14 @@ def shard_batch(
     counted = lengths
     if real is not None:
         lengths = behind_padding(real.cpu(), lengths, said_by)
+    # said, since the layout depends on where the sequence ends
     ring = mesh.get_group("ring")
-    if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
+    if layout == "balanced" and lengths is None:
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
-    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds), ring.rank()
+    split, rank = (
+        BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds),
+        ring.rank(),
+    )
     local = {
         "input_ids": split.shard(tokens, rank, value=FILLER),
         "position_ids": positions_of(split, rank, counted, len(tokens)).int(),
@@ -118,30 +168,53 @@ def shard_batch(
         local["real_tokens"] = split.shard(real, rank)
     if targets is not None:
         local["shift_labels"] = split.shard(targets, rank, value=IGNORED)
-    parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    parts = {
+        name: part.to(device or tokens.device).contiguous()
+        for name, part in local.items()
+    }
     longest = tokens.shape[1] if counted is None else int(counted.max())
     padding = None if real is None else (~real).long()
-    digests = [digest_integers(x).to(tokens.device) for x in (tokens, targets, lengths, padding)]
+    digests = [
+        digest_integers(x).to(tokens.device)
+        for x in (tokens, targets, lengths, padding)
+    ]
     media = media_of(batch)
     if media is not None:
         digests.append(torch.tensor(media.digest, device=tokens.device))
-    parts |= {"sequence_length": torch.tensor(longest), "batch_digest": torch.stack(digests)}
-    return parts | {"layout_digest": split.digest(rank)} | ({} if media is None else {"media": media})
+    parts |= {
+        "sequence_length": torch.tensor(longest),
+        "batch_digest": torch.stack(digests),
+    }
+    return (
+        parts
+        | {"layout_digest": split.digest(rank)}
+        | ({} if media is None else {"media": media})
+    )
 
 
-def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:
+def _flattened_lengths(
+    batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool
+) -> Tensor | None:
     """Return a flattened row's document lengths; raise if its collator's values contradict each other."""
     given = [name for name in _FLATTENED if name in batch]
     if not given:
         return lengths
     rows, length = batch["input_ids"].shape
     if rows != 1:
-        raise UnsupportedError(f"{given[0]} must be flattened into one row, input_ids has {rows}")
-    said = {} if not has_positions else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
+        raise UnsupportedError(
+            f"{given[0]} must be flattened into one row, input_ids has {rows}"
+        )
+    said = (
+        {}
+        if not has_positions
+        else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
+    )
     for name in given:
         if name.startswith("cu_seq_lens"):
             if batch[name].dtype not in _INTEGERS:
-                raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert it with .int()")
+                raise UnsupportedError(
+                    f"{name} must be integers, got {batch[name].dtype}; convert it with .int()"
+                )
             ends = batch[name].flatten().tolist()
             if len(ends) < 2 or ends[0] != 0 or ends[-1] != length:
                 raise UnsupportedError(
@@ -150,18 +223,29 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
                 )
             each = [after - before for before, after in pairwise(ends)]
             if min(each) < 0:
-                raise UnsupportedError(f"{name} must not decrease, as behind entry {each.index(min(each))}")
-            said[name] = [size for size in each if size]  # lists of a fixed size repeat an end
+                raise UnsupportedError(
+                    f"{name} must not decrease, as behind entry {each.index(min(each))}"
+                )
+            # lists of a fixed size repeat an end
+            said[name] = [size for size in each if size]
         elif name == "seq_idx":
             if batch[name].shape != (1, length):
-                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, must have (1, {length})")
-            said[name] = torch.unique_consecutive(batch[name], return_counts=True)[1].tolist()
+                raise UnsupportedError(
+                    f"seq_idx has shape {tuple(batch[name].shape)}, must have (1, {length})"
+                )
+            said[name] = torch.unique_consecutive(batch[name], return_counts=True)[
+                1
+            ].tolist()
     if not said:
         raise UnsupportedError(f"{given[0]} also needs position_ids or cu_seq_lens_q")
     first, documents = next(iter(said.items()))
     for name, others in said.items():
         if others != documents:
-            number = next(i for i, (one, other) in enumerate(zip(documents, others, strict=False)) if one != other)
+            number = next(
+                i
+                for i, (one, other) in enumerate(zip(documents, others, strict=False))
+                if one != other
+            )
             raise UnsupportedError(
                 f"{first} and {name} say different documents, {len(documents)} and {len(others)}: number {number} "
                 f"(from 0) has {documents[number]} and {others[number]} tokens; leave one out"
@@ -180,13 +264,21 @@ def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | Non
         if name not in batch:
             continue
         if batch[name].shape != (shape := batch["input_ids"].shape):
-            raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(shape)}")
+            raise UnsupportedError(
+                f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(shape)}"
+            )
         if batch[name].dtype not in _INTEGERS:
-            raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
+            raise UnsupportedError(
+                f"{name} must be integers, got {batch[name].dtype}; convert them with .long()"
+            )
     if "shift_labels" in batch:
         targets = batch["shift_labels"].long()
-        if "labels" in batch and not torch.equal(_shift(batch["labels"].long())[:, :-1], targets[:, :-1]):
-            raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
+        if "labels" in batch and not torch.equal(
+            _shift(batch["labels"].long())[:, :-1], targets[:, :-1]
+        ):
+            raise UnsupportedError(
+                "labels, shifted by one, are not shift_labels; give one of them"
+            )
     elif "labels" in batch:
         targets = _shift(batch["labels"].long())
     else:
@@ -200,7 +292,9 @@ def _shift(x: Tensor) -> Tensor:
     return torch.cat((x[:, 1:], x.new_full((len(x), 1), IGNORED)), 1)
 
 
-def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:
+def positions_of(
+    split: BatchLayout, rank: int, lengths: Tensor | None, rows: int
+) -> Tensor:
     everywhere = split.positions(rank).expand(rows, -1)
     if lengths is None:
         return everywhere
@@ -211,13 +305,19 @@ def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: in
 def document_positions(lengths: Tensor, length: int) -> Tensor:
     """Return each token's position in its document or branch; padding at the end counts on. Shape (B, length)."""
     if lengths.ndim == 3:
-        found = [torch.from_numpy(tree.positions(length)) for tree in rows_of(lengths) if isinstance(tree, Tree)]
+        found = [
+            torch.from_numpy(tree.positions(length))
+            for tree in rows_of(lengths)
+            if isinstance(tree, Tree)
+        ]
         return torch.stack(found).to(lengths.device)
     everywhere = torch.arange(length, device=lengths.device)
     ends = lengths.cumsum(1)
     starts = torch.cat((torch.zeros_like(ends[:, :1]), ends), 1)
     last = (lengths > 0).sum(1, keepdim=True) - 1
-    document = torch.searchsorted(ends, everywhere.expand(len(lengths), -1).contiguous(), right=True).minimum(last)
+    document = torch.searchsorted(
+        ends, everywhere.expand(len(lengths), -1).contiguous(), right=True
+    ).minimum(last)
     return everywhere - starts.gather(1, document)
 
 
@@ -228,14 +328,25 @@ def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
             f"position_ids of shape {tuple(positions.shape)} have a time, a row and a column; leave them out, models "
             "find them by the grids of images and videos"
         )
-    if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
-        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, must have {tuple(tokens.shape)}")
+    if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in (
+        (),
+        (1,),
+        tokens.shape[:1],
+    ):
+        raise UnsupportedError(
+            f"position_ids has shape {tuple(positions.shape)}, must have {tuple(tokens.shape)}"
+        )
     positions = positions.expand(tokens.shape)
     starts = positions == 0
     goes_on = positions[:, 1:] == positions[:, :-1] + 1
     if not bool(starts[:, 0].all()) or not bool((goes_on | starts[:, 1:]).all()):
-        raise UnsupportedError("position_ids must count up by one, from 0 at the start and for each packed document")
+        raise UnsupportedError(
+            "position_ids must count up by one, from 0 at the start and for each packed document"
+        )
     if not bool(starts[:, 1:].any()):
         return None
-    rows = [torch.diff(torch.cat((row.nonzero()[:, 0].cpu(), torch.tensor([len(row)])))) for row in starts]
+    rows = [
+        torch.diff(torch.cat((row.nonzero()[:, 0].cpu(), torch.tensor([len(row)]))))
+        for row in starts
+    ]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -20,7 +20,9 @@ from ringspan.torch.transport.agreement import agree
 from ringspan.torch.transport.digest import digest_integers
 
 
-def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -> Tensor:
+def shard(
+    x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0
+) -> Tensor:
     """Return this rank's ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
 
     Raises:
@@ -30,7 +32,9 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     check_plain("x", x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}")
+        raise LayoutError(
+            f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}"
+        )
     missing = layout.padded_length - layout.length
     if missing:
         shape = list(x.shape)
@@ -39,7 +43,9 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     return x.index_select(dim, torch.from_numpy(layout.positions(rank)).to(x.device))
 
 
-def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int) -> Tensor:
+def unshard(
+    x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int
+) -> Tensor:
     """Gather the whole tensor, in order and without padding, from every rank's part; not differentiable.
 
     Raises:
@@ -56,10 +62,20 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
         )
     ranks = dist.get_world_size(group) if group is not None else 1
     if layout.ranks not in (1, ranks):
-        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}; make it for {ranks}")
+        raise LayoutError(
+            f"the layout is for {layout.ranks} ranks, the group has {ranks}; make it for {ranks}"
+        )
     if layout.ranks > 1:
-        what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
-        agree(group, {"unshard": what, "layout": f"{layout.fingerprint} of {layout.length} tokens"})
+        what = (
+            f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
+        )
+        agree(
+            group,
+            {
+                "unshard": what,
+                "layout": f"{layout.fingerprint} of {layout.length} tokens",
+            },
+        )
     x = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(x) for _ in range(layout.ranks)]
     if layout.ranks == 1:
@@ -78,13 +94,20 @@ class BatchLayout:
 
     @classmethod
     def of(
-        cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None, folds: int = 1
+        cls,
+        name: BatchLayoutName,
+        length: int,
+        ranks: int,
+        lengths: Tensor | None,
+        folds: int = 1,
     ) -> "BatchLayout":
         """Make a layout for these documents or trees (``rows_of``); UnsupportedError for ``balanced`` without."""
         if name != "balanced":
             return cls((batch_layout(name, length, ranks, folds=folds),))
         if lengths is None:
-            raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
+            raise UnsupportedError(
+                "layout 'balanced' needs document_lengths; make the batch with rs.shard_batch"
+            )
         rows = rows_of(lengths)
         rows = rows[:1] if len(set(rows)) == 1 else rows
         return cls(tuple(batch_layout(name, length, ranks, row) for row in rows))
@@ -98,7 +121,9 @@ class BatchLayout:
 
     def positions(self, rank: int) -> Tensor:
         """Return the global positions of a rank's tokens, (B, T), or (1, T) if sequences share a layout."""
-        return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
+        return torch.stack(
+            [torch.from_numpy(layout.positions(rank)) for layout in self.rows]
+        )
 
     def digest(self, rank: int) -> Tensor:
         return digest_integers(self.positions(rank))
@@ -108,22 +133,39 @@ class BatchLayout:
         if len(self.rows) == 1:
             return shard(x, self.shared, rank, 1, value=value)
         parts = zip(x.split(1), self.rows, strict=True)
-        return torch.cat([shard(part, layout, rank, 1, value=value) for part, layout in parts])
+        return torch.cat(
+            [shard(part, layout, rank, 1, value=value) for part, layout in parts]
+        )
 
     def unshard(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the whole tensor (B, S, ...) from every rank's part (B, T, ...); not differentiable."""
         if len(self.rows) == 1:
             return unshard(x, self.shared, group, 1)
-        stored = unshard(x, Layout("contiguous", self.shared.padded_length, self.shared.ranks), group, 1)
-        orders = [torch.from_numpy(layout.inverse[: layout.length]).to(x.device) for layout in self.rows]
-        return torch.stack([part.index_select(0, order) for part, order in zip(stored, orders, strict=True)])
+        stored = unshard(
+            x,
+            Layout("contiguous", self.shared.padded_length, self.shared.ranks),
+            group,
+            1,
+        )
+        orders = [
+            torch.from_numpy(layout.inverse[: layout.length]).to(x.device)
+            for layout in self.rows
+        ]
+        return torch.stack(
+            [
+                part.index_select(0, order)
+                for part, order in zip(stored, orders, strict=True)
+            ]
+        )
 
 
 class Unsharded(torch.autograd.Function):
     """Differentiable ``BatchLayout.unshard``; the gradient, as with ``Sum``, is each rank's part, counted once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: BatchLayout, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layout: BatchLayout, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.layout, ctx.rank = layout, dist.get_rank(group)
         return layout.unshard(x, group)
 

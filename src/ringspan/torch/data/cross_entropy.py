@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.names import LOSS_NAMES, REDUCTION_NAMES, LossName, ReductionName, find_name
+from ringspan.core.names import (
+    LOSS_NAMES,
+    REDUCTION_NAMES,
+    LossName,
+    ReductionName,
+    find_name,
+)
 from ringspan.torch.attention.arguments import check_loss, find_group
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossBlocks, LossOptions, Normalizers
@@ -72,17 +78,29 @@ def blockwise_cross_entropy(
     Parallel Transformer", section 3.
     """
     options = LossOptions(
-        chunk_tokens=chunk_tokens, chunk_vocabulary=chunk_vocabulary, z_loss=z_loss, label_smoothing=label_smoothing,
-        logit_scale=logit_scale, softcap=softcap,
-    )  # fmt: skip
+        chunk_tokens=chunk_tokens,
+        chunk_vocabulary=chunk_vocabulary,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
     check_loss(hidden, weight, targets, bias)
     group = None if group is None else find_group(group)
     _check_targets(targets, len(weight) * _size(group))
     find_name("reduction", reduction, REDUCTION_NAMES, ConfigError)
     if group is not None:
         shapes = f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
-        agree(group, {"blockwise_cross_entropy": shapes, "options": f"{options}, reduction {reduction}"})
-    if fused := _choose_liger(impl, hidden, group, logit_scale, reduction, weight.dtype):
+        agree(
+            group,
+            {
+                "blockwise_cross_entropy": shapes,
+                "options": f"{options}, reduction {reduction}",
+            },
+        )
+    if fused := _choose_liger(
+        impl, hidden, group, logit_scale, reduction, weight.dtype
+    ):
         return fused(
             hidden,
             weight,
@@ -97,7 +115,9 @@ def blockwise_cross_entropy(
         ).float()
     if reduction == "none":
         return _PerToken.apply(hidden, weight, bias, targets, options, group)
-    return _Summed.apply(hidden, weight, bias, targets, options, torch.is_grad_enabled(), group)
+    return _Summed.apply(
+        hidden, weight, bias, targets, options, torch.is_grad_enabled(), group
+    )
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
@@ -115,16 +135,22 @@ def _choose_liger(
     """Return Liger's fused loss if wanted and able to sum the weight's gradient in float32, else None."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
     reasons = {
-        "adds up the losses of all tokens; use 'blockwise' for reduction='none'": reduction == "none",
+        "adds up the losses of all tokens; use 'blockwise' for reduction='none'": reduction
+        == "none",
         "needs the whole vocabulary on every rank; use 'blockwise'": group is not None,
         f"knows no logit_scale={logit_scale}; use 'blockwise'": logit_scale != 1,
         f"multiplies no {hidden.dtype} by a weight of {dtype}; use 'blockwise'": (
-            dtype not in (None, hidden.dtype) and not torch.is_autocast_enabled(hidden.device.type)
+            dtype not in (None, hidden.dtype)
+            and not torch.is_autocast_enabled(hidden.device.type)
         ),
-        f"runs on CUDA, not on {hidden.device.type}; use 'blockwise'": not _is_cuda(hidden),
+        f"runs on CUDA, not on {hidden.device.type}; use 'blockwise'": not _is_cuda(
+            hidden
+        ),
     }
     why = next((why for why, holds in reasons.items() if holds), None)
-    if impl == "blockwise" or (impl == "auto" and (why is not None or hidden.dtype == torch.float64)):
+    if impl == "blockwise" or (
+        impl == "auto" and (why is not None or hidden.dtype == torch.float64)
+    ):
         return None
     if why is not None:
         raise ConfigError(f"loss 'liger' {why}")
@@ -136,7 +162,9 @@ def _choose_liger(
             return fused
     if impl == "auto":
         return None
-    raise ConfigError("loss 'liger' needs liger-kernel 0.6 or newer: pip install liger-kernel; or use 'blockwise'")
+    raise ConfigError(
+        "loss 'liger' needs liger-kernel 0.6 or newer: pip install liger-kernel; or use 'blockwise'"
+    )
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -150,11 +178,19 @@ def _is_cuda(x: Tensor) -> bool:
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
-        differentiate: bool, group: dist.ProcessGroup | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
+        differentiate: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
         wants = [differentiate and wanted for wanted in ctx.needs_input_grad[:3]]
-        total, gradients = LossBlocks(hidden, weight, bias, targets, options, group).sum(wants)
+        total, gradients = LossBlocks(
+            hidden, weight, bias, targets, options, group
+        ).sum(wants)
         # Kept as attributes: the one backward pass takes them away and scales them where they are.
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -164,12 +200,16 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second_derivative()
         if ctx.gradients is None:
-            raise RuntimeError("the blockwise loss keeps its gradients for one backward pass; compute the loss again")
+            raise RuntimeError(
+                "the blockwise loss keeps its gradients for one backward pass; compute the loss again"
+            )
         [d_total] = gradients
         results: list[Tensor | None] = []
         while ctx.gradients:
             gradient, dtype = ctx.gradients.pop(0), ctx.dtypes.pop(0)
-            results.append(None if gradient is None else gradient.mul_(d_total).to(dtype))
+            results.append(
+                None if gradient is None else gradient.mul_(d_total).to(dtype)
+            )
             del gradient
         ctx.gradients = None
         return (*results, None, None, None, None)
@@ -178,10 +218,17 @@ class _Summed(torch.autograd.Function):
 class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
         group: dist.ProcessGroup | None,
-    ) -> Tensor:  # fmt: skip
-        losses, normalizers = LossBlocks(hidden, weight, bias, targets, options, group).per_token()
+    ) -> Tensor:
+        losses, normalizers = LossBlocks(
+            hidden, weight, bias, targets, options, group
+        ).per_token()
         ctx.save_for_backward(hidden, weight, bias, targets, *normalizers)
         ctx.options, ctx.group = options, group
         return losses
@@ -189,11 +236,19 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse_second_derivative()
-        [d_losses], (hidden, weight, bias, targets, *normalizers) = gradients, ctx.saved_tensors
+        [d_losses], (hidden, weight, bias, targets, *normalizers) = (
+            gradients,
+            ctx.saved_tensors,
+        )
         blocks = LossBlocks(hidden, weight, bias, targets, ctx.options, ctx.group)
-        found = blocks.gradients(Normalizers(*normalizers), d_losses, ctx.needs_input_grad[:3])
+        found = blocks.gradients(
+            Normalizers(*normalizers), d_losses, ctx.needs_input_grad[:3]
+        )
         like = hidden, weight, bias
-        results = (None if g is None or x is None else g.to(x.dtype) for g, x in zip(found, like, strict=True))
+        results = (
+            None if g is None or x is None else g.to(x.dtype)
+            for g, x in zip(found, like, strict=True)
+        )
         return (*results, None, None, None)
 
 

@@ -34,17 +34,28 @@ class RingSampler(DistributedSampler[Any]):
         num_examples = len(cast(Sized, self.dataset))
         drawn = None
         if self.shuffle and num_examples <= _MOST_AT_ONCE:
-            drawn = torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed)).numpy()
+            drawn = torch.randperm(
+                num_examples, generator=torch.Generator().manual_seed(seed)
+            ).numpy()
         for first in range(0, self.num_samples, _PLACES):
             numbers = np.arange(first, min(first + _PLACES, self.num_samples))
             places = (self.rank + self.num_replicas * numbers) % num_examples
             if self.shuffle:
-                places = shuffled(places, num_examples, seed) if drawn is None else drawn[places]
+                places = (
+                    shuffled(places, num_examples, seed)
+                    if drawn is None
+                    else drawn[places]
+                )
             yield from places.tolist()
 
 
 def sampler(
-    dataset: Dataset[Any], mesh: DeviceMesh, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    dataset: Dataset[Any],
+    mesh: DeviceMesh,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
 ) -> RingSampler:
     """Return the sampler of this rank's replica, equal on all ranks of its ring.
 
@@ -57,7 +68,12 @@ def sampler(
     """
     replicas = ring_mesh(mesh).get_group("replicate")
     return RingSampler(
-        dataset, num_replicas=replicas.size(), rank=replicas.rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
+        dataset,
+        num_replicas=replicas.size(),
+        rank=replicas.rank(),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
     )
 
 
@@ -82,21 +98,31 @@ def loader(
     """
     for name in ("sampler", "batch_sampler", "generator"):
         if options.get(name) is not None:
-            raise ConfigError(f"rs.loader makes its own {name}; use torch's DataLoader with rs.sampler(dataset, mesh)")
+            raise ConfigError(
+                f"rs.loader makes its own {name}; use torch's DataLoader with rs.sampler(dataset, mesh)"
+            )
     replicas = ring_mesh(mesh).get_group("replicate")
-    options["generator"] = torch.Generator().manual_seed(seed * replicas.size() + replicas.rank())
+    options["generator"] = torch.Generator().manual_seed(
+        seed * replicas.size() + replicas.rank()
+    )
     options |= {"batch_size": batch_size, "drop_last": drop_last}
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError("shuffle=True: an iterable data set has its own order; shuffle it where it is made")
+            raise ConfigError(
+                "shuffle=True: an iterable data set has its own order; shuffle it where it is made"
+            )
         return DataLoader(_Dealt(dataset, replicas.size(), replicas.rank()), **options)
     return DataLoader(
-        dataset, sampler=sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last), **options
+        dataset,
+        sampler=sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last),
+        **options,
     )
 
 
 class _Dealt(IterableDataset[Any]):
-    def __init__(self, dataset: IterableDataset[Any], replicas: int, replica: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], replicas: int, replica: int
+    ) -> None:
         self._dataset, self._replicas, self._replica = dataset, replicas, replica
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,14 +131,17 @@ class _Dealt(IterableDataset[Any]):
             yield round_[self._replica]
 
 
-def shuffled(places: NDArray[np.int64], num_examples: int, seed: int) -> NDArray[np.int64]:
+def shuffled(
+    places: NDArray[np.int64], num_examples: int, seed: int
+) -> NDArray[np.int64]:
     """Return the examples at some places of a seed's permutation of ``range(num_examples)``.
 
     A Feistel network over at most 4 numbers per example, applied again to what it puts outside (Black and Rogaway
     2002).
     """
     half = max(1, (num_examples - 1).bit_length() + 1 >> 1)
-    keys = np.random.PCG64(seed % (1 << 64)).random_raw(_ROUNDS)  # which is the same in every version of NumPy
+    # which is the same in every version of NumPy
+    keys = np.random.PCG64(seed % (1 << 64)).random_raw(_ROUNDS)
     found = np.empty(len(places), np.uint64)
     open_, numbers = np.arange(len(places)), places.astype(np.uint64)
     while len(open_):
@@ -123,7 +152,9 @@ def shuffled(places: NDArray[np.int64], num_examples: int, seed: int) -> NDArray
     return found.astype(np.int64)
 
 
-def _permuted(numbers: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _permuted(
+    numbers: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
     """Permute numbers of ``2 * half`` bits: each round mixes one half into the other."""
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = numbers >> bits, numbers & low

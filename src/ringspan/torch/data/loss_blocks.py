@@ -25,7 +25,11 @@ class LossOptions:
     def __post_init__(self) -> None:
         check_whole("loss_chunk_tokens", self.chunk_tokens)
         if self.chunk_vocabulary is not None:
-            check_whole("loss_chunk_vocabulary", self.chunk_vocabulary, otherwise="; None is for all")
+            check_whole(
+                "loss_chunk_vocabulary",
+                self.chunk_vocabulary,
+                otherwise="; None is for all",
+            )
         check_real("z_loss", self.z_loss, 0)
         check_real("label_smoothing", self.label_smoothing, 0, 1)
         check_real("logit_scale", self.logit_scale, 0, above=True)
@@ -58,11 +62,26 @@ class _Sums(NamedTuple):
 
 class LossBlocks:
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
         group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
-        self.hidden, self.weight, self.bias, self.options, self.group = hidden, weight, bias, options, group
-        ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.options, self.group = (
+            hidden,
+            weight,
+            bias,
+            options,
+            group,
+        )
+        ranks, rank = (
+            (1, 0)
+            if group is None
+            else (dist.get_world_size(group), dist.get_rank(group))
+        )
         self.vocabulary = len(weight) * ranks
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.targets, self.first = targets, len(weight) * rank
@@ -81,20 +100,33 @@ class LossBlocks:
             total += losses.sum()
             if sums:
                 ones = torch.ones_like(losses)
-                self._differentiate(rows, normalizers, ones, sums, is_scanned=len(self.columns) == 1)
+                self._differentiate(
+                    rows, normalizers, ones, sums, is_scanned=len(self.columns) == 1
+                )
         return total.to(self.dtype), list(sums)
 
     def per_token(self) -> tuple[Tensor, Normalizers]:
         """Return each token's loss (T,), and normalizers for ``gradients``."""
-        parts = [(losses, *normalizers) for losses, normalizers in map(self._losses, self._rows())]
-        losses, *normalizers = (torch.cat(each) for each in zip(*parts, strict=True)) if parts else self._new(3, 0)
+        parts = [
+            (losses, *normalizers)
+            for losses, normalizers in map(self._losses, self._rows())
+        ]
+        losses, *normalizers = (
+            (torch.cat(each) for each in zip(*parts, strict=True))
+            if parts
+            else self._new(3, 0)
+        )
         return losses, Normalizers(*normalizers)
 
-    def gradients(self, normalizers: Normalizers, d_losses: Tensor, wants: list[bool]) -> list[Tensor | None]:
+    def gradients(
+        self, normalizers: Normalizers, d_losses: Tensor, wants: list[bool]
+    ) -> list[Tensor | None]:
         """Return the requested gradients of hidden, weight and bias, given each loss's gradient (T,)."""
         sums = self._zeros(wants)
         for rows in self._rows():
-            self._differentiate(rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False)
+            self._differentiate(
+                rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False
+            )
         return list(sums)
 
     def _rows(self) -> Iterator[slice]:
@@ -108,43 +140,78 @@ class LossBlocks:
 
     def _zeros(self, wants: list[bool]) -> _Sums:
         return _Sums(
-            torch.empty_like(self.hidden) if wants[0] else None,  # each row is written once
+            torch.empty_like(self.hidden)
+            if wants[0]
+            else None,  # each row is written once
             self._new(*self.weight.shape).zero_() if wants[1] else None,
             self._new(len(self.weight)).zero_() if wants[2] else None,
         )
 
     def _losses(self, rows: slice) -> tuple[Tensor, Normalizers]:
-        top, exponentials, picked, mean = self._scan(self.hidden[rows], self._target(rows))
-        normalizers, smoothing = Normalizers(top, exponentials), self.options.label_smoothing
+        top, exponentials, picked, mean = self._scan(
+            self.hidden[rows], self._target(rows)
+        )
+        normalizers, smoothing = (
+            Normalizers(top, exponentials),
+            self.options.label_smoothing,
+        )
         # From the largest logit, so that large ones do not cancel.
-        losses = exponentials.log() + (1 - smoothing) * (top - picked) + smoothing * (top - mean)
+        losses = (
+            exponentials.log()
+            + (1 - smoothing) * (top - picked)
+            + smoothing * (top - mean)
+        )
         losses += self.options.z_loss * normalizers.lse.square()
         return self._with_target(losses, rows), normalizers
 
     def _differentiate(
-        self, rows: slice, normalizers: Normalizers, d_losses: Tensor, sums: _Sums, *, is_scanned: bool
+        self,
+        rows: slice,
+        normalizers: Normalizers,
+        d_losses: Tensor,
+        sums: _Sums,
+        *,
+        is_scanned: bool,
     ) -> None:
         """Add a block's gradients, given its losses' (n,); ``is_scanned``: ``_scan``'s buffer has all of V."""
-        chunk, target, several = self.hidden[rows], self._target(rows), len(self.columns) > 1
+        chunk, target, several = (
+            self.hidden[rows],
+            self._target(rows),
+            len(self.columns) > 1,
+        )
         factors = self._with_target(d_losses, rows)
-        d_hidden = self._new(*chunk.shape) if several and sums.hidden is not None else None
+        d_hidden = (
+            self._new(*chunk.shape) if several and sums.hidden is not None else None
+        )
         for columns in self.columns:
             if not is_scanned:
                 self._logits(chunk, columns).sub_(normalizers.top.unsqueeze(1)).exp_()
-            softmax = self._block(self.buffer, chunk, columns).div_(normalizers.exponentials.unsqueeze(1))
-            d_products = self._of_products(softmax, normalizers.lse, target, factors, columns)
+            softmax = self._block(self.buffer, chunk, columns).div_(
+                normalizers.exponentials.unsqueeze(1)
+            )
+            d_products = self._of_products(
+                softmax, normalizers.lse, target, factors, columns
+            )
             d_logits = d_products.to(self.hidden.dtype)
             if sums.bias is not None:
                 sums.bias[columns] += d_products.sum(0)
             if sums.hidden is not None:
-                _add_product(sums.hidden[rows], d_logits, self._entries(columns), d_hidden, first=columns.start == 0)
+                _add_product(
+                    sums.hidden[rows],
+                    d_logits,
+                    self._entries(columns),
+                    d_hidden,
+                    first=columns.start == 0,
+                )
             if sums.weight is not None:
                 _add_outer(sums.weight[columns], d_logits, chunk)
             del d_logits
         if sums.hidden is not None and d_hidden is not None:
             sums.hidden[rows] = d_hidden
 
-    def _scan(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scan(
+        self, chunk: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return per token (n,): largest logit, ``sum(exp(logit - largest))``, target logit (or 0) and mean logit.
 
         Leaves ``exp(logit - largest)`` of the last block in the buffer.
@@ -158,11 +225,19 @@ class LossBlocks:
             if self.options.label_smoothing:
                 mean += logits.sum(1) / self.vocabulary
             highest = torch.maximum(top, logits.amax(1))
-            total.mul_((top - highest).exp_()).add_(logits.sub_(highest.unsqueeze(1)).exp_().sum(1))
+            total.mul_((top - highest).exp_()).add_(
+                logits.sub_(highest.unsqueeze(1)).exp_().sum(1)
+            )
             top = highest
-        return self._over_ranks(top, total, picked, mean) if self.group else (top, total, picked, mean)
+        return (
+            self._over_ranks(top, total, picked, mean)
+            if self.group
+            else (top, total, picked, mean)
+        )
 
-    def _over_ranks(self, top: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _over_ranks(
+        self, top: Tensor, *sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         shrink = (top - highest).exp_()
@@ -173,7 +248,9 @@ class LossBlocks:
         return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
-        logits = _multiply(chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns))
+        logits = _multiply(
+            chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns)
+        )
         if self.bias is not None:
             logits += self.bias[columns]
         if self.options.logit_scale != 1:
@@ -185,17 +262,32 @@ class LossBlocks:
             logits.mul_(self.options.softcap)
         return logits
 
-    def _of_products(self, softmax: Tensor, lse: Tensor, target: Tensor, factors: Tensor, columns: slice) -> Tensor:
+    def _of_products(
+        self,
+        softmax: Tensor,
+        lse: Tensor,
+        target: Tensor,
+        factors: Tensor,
+        columns: slice,
+    ) -> Tensor:
         """Return the gradient of the head's product for a block, in the softmax's memory."""
         smoothing = self.options.label_smoothing
-        d_logits = softmax.mul_((factors * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))
+        d_logits = softmax.mul_(
+            (factors * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1)
+        )
         index, here = _local(target, columns)
-        d_logits.scatter_add_(1, index, (-(1 - smoothing) * factors * here).unsqueeze(1))
+        d_logits.scatter_add_(
+            1, index, (-(1 - smoothing) * factors * here).unsqueeze(1)
+        )
         if smoothing:
             d_logits.sub_((factors * smoothing / self.vocabulary).unsqueeze(1))
         if self.slopes is not None:
             d_logits.mul_(self._block(self.slopes, d_logits, columns))
-        return d_logits if self.options.logit_scale == 1 else d_logits.mul_(self.options.logit_scale)
+        return (
+            d_logits
+            if self.options.logit_scale == 1
+            else d_logits.mul_(self.options.logit_scale)
+        )
 
     def _entries(self, columns: slice) -> Tensor:
         """Return a block's weights in the dtype of the hidden states, which autocast may have changed."""
@@ -216,14 +308,18 @@ def slices(length: int, size: int) -> Iterator[slice]:
 def _local(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Return each target's place in a vocabulary block, (n, 1), and if it is there, (n,)."""
     here = (target >= columns.start) & (target < columns.stop)
-    return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here
+    return (target - columns.start).clamp(
+        0, columns.stop - columns.start - 1
+    ).unsqueeze(1), here
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(a @ b)
 
 
-def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | None, *, first: bool) -> None:
+def _add_product(
+    out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | None, *, first: bool
+) -> None:
     """Compute ``d_logits @ weight`` into ``out``, or add it to ``sums``, one of several parts."""
     if sums is None:
         torch.mm(d_logits, weight, out=out)

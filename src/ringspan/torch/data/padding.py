@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 
-IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+# the label of a token without a target, as in transformers and torch
+IGNORED: Final = -100
 FILLER: Final = 1  # the token of padding: an embedding of 0 may begin as a zero vector, where lengths have no gradient
 
 
@@ -49,7 +50,9 @@ def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
     return real
 
 
-def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str, shift: int) -> None:
+def refuse_targets_of_padding(
+    has_target: Tensor, real: Tensor | None, name: str, shift: int
+) -> None:
     """Raise for targets (B, S) of padding, called ``name`` in the batch and held there ``shift`` places further on."""
     if real is None or not bool((of_padding := has_target & ~real).any()):
         return
@@ -70,15 +73,21 @@ def beginnings(real: Tensor) -> Tensor:
     return real & torch.cat((real.new_ones(len(real), 1), ~real[:, :-1]), 1)
 
 
-def behind_padding(real: Tensor, lengths: Tensor | None, said_by: str | None) -> Tensor | None:
+def behind_padding(
+    real: Tensor, lengths: Tensor | None, said_by: str | None
+) -> Tensor | None:
     """Return document lengths with left padding as a document; UnsupportedError if ``lengths`` lack its end."""
     left = beginnings(real).int().argmax(1, keepdim=True)
     if not bool(left.any()):
         return lengths
     if said_by is None:
         rest = real.shape[1] - left
-        return torch.cat((torch.where(left > 0, left, rest), torch.where(left > 0, rest, 0)), 1)
-    if lengths is None or not bool(((lengths.cumsum(1) == left).any(1, keepdim=True) | (left == 0)).all()):
+        return torch.cat(
+            (torch.where(left > 0, left, rest), torch.where(left > 0, rest, 0)), 1
+        )
+    if lengths is None or not bool(
+        ((lengths.cumsum(1) == left).any(1, keepdim=True) | (left == 0)).all()
+    ):
         raise UnsupportedError(
             f"{said_by} must start a document behind padding on the left, as position_ids that are 0 there; leave "
             f"{said_by} out, or the padding"

@@ -62,8 +62,12 @@ def share_prefixes(
     check_whole("min_shared_tokens", min_shared_tokens)
     whole = [torch.as_tensor(row).cpu().long() for row in rows]
     if not whole or any(row.ndim != 1 or not len(row) for row in whole):
-        raise UnsupportedError("share_prefixes needs rows of tokens, none of them empty")
-    tree, tokens, places = shared_prefixes([row.numpy() for row in whole], min_shared_tokens)
+        raise UnsupportedError(
+            "share_prefixes needs rows of tokens, none of them empty"
+        )
+    tree, tokens, places = shared_prefixes(
+        [row.numpy() for row in whole], min_shared_tokens
+    )
     found = [torch.from_numpy(each) for each in places]
     batch = {
         "input_ids": torch.from_numpy(tokens)[None],
@@ -74,7 +78,9 @@ def share_prefixes(
         targets = [torch.as_tensor(each).cpu().long() for each in labels]
         batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
         if [each.shape for each in targets] != [each.shape for each in whole]:
-            raise UnsupportedError("share_prefixes needs a label for each token of each row; use -100 for none")
+            raise UnsupportedError(
+                "share_prefixes needs a label for each token of each row; use -100 for none"
+            )
         for own, each in zip(found, targets, strict=True):
             batch["labels"][0, own] = each
         for number, (own, each) in enumerate(zip(found, targets, strict=True)):
@@ -99,16 +105,27 @@ def shard_segments(
         raise UnsupportedError(f"a tree of segments also needs {missing[0]}")
     tokens = batch["input_ids"]
     if len(tokens) != 1:
-        raise UnsupportedError(f"a tree of segments is one row, input_ids has {len(tokens)}; use share_prefixes")
-    tree = Tree(*(tuple(batch[name].flatten().tolist()) for name in ("segment_lengths", "segment_parents")))
+        raise UnsupportedError(
+            f"a tree of segments is one row, input_ids has {len(tokens)}; use share_prefixes"
+        )
+    tree = Tree(
+        *(
+            tuple(batch[name].flatten().tolist())
+            for name in ("segment_lengths", "segment_parents")
+        )
+    )
     tree.mask()  # raises for what is no tree
     rest = tokens.shape[1] - sum(tree.lengths)
     if rest < 0:
-        raise UnsupportedError(f"segment_lengths add up to {sum(tree.lengths)}, input_ids has {tokens.shape[1]} tokens")
+        raise UnsupportedError(
+            f"segment_lengths add up to {sum(tree.lengths)}, input_ids has {tokens.shape[1]} tokens"
+        )
     scored = None
     if (labels := batch.get("labels")) is not None:
         if labels.shape != tokens.shape or labels.is_floating_point():
-            raise UnsupportedError(f"labels must be integers of shape {tuple(tokens.shape)}, as input_ids")
+            raise UnsupportedError(
+                f"labels must be integers of shape {tuple(tokens.shape)}, as input_ids"
+            )
         scored = _scored(labels.cpu().long()[0], tree, prefix_loss)
     return shard_tree(tokens, tree, scored, mesh, layout, device)
 
@@ -121,7 +138,9 @@ def _scored(labels: Tensor, tree: Tree, prefix_loss: PrefixLossName) -> Scored:
     each = torch.from_numpy(np.pad(np.repeat(weights, tree.lengths), (0, padded)))
     before = torch.from_numpy(np.pad(tree.before(), (0, padded), constant_values=-1))
     if bool((labels[len(labels) - padded :] != IGNORED).any()):
-        raise UnsupportedError("labels behind the last segment must be -100: these tokens are padding")
+        raise UnsupportedError(
+            "labels behind the last segment must be -100: these tokens are padding"
+        )
     [own] = ((labels != IGNORED) & (before >= 0) & (each > 0)).nonzero(as_tuple=True)
     return Scored(before[own], labels[own], own, each[own])
 
@@ -131,19 +150,30 @@ def shard_tree(
     device: torch.device | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a tree's tokens (1, S), with padding after the last segment, and its targets."""
-    ring, copies, longest = mesh.get_group("ring"), np.repeat(tree.leaves, tree.lengths), tree.longest
+    ring, copies, longest = (
+        mesh.get_group("ring"),
+        np.repeat(tree.leaves, tree.lengths),
+        tree.longest,
+    )
     rest = tokens.shape[1] - len(copies)
     if rest:
         tree = Tree((*tree.lengths, rest), (*tree.parents, -1))
     lengths = torch.tensor([[*zip(*tree, strict=True)]])
-    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.rank()
+    split, rank = (
+        BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths),
+        ring.rank(),
+    )
     own = split.positions(rank)
     local = {
         "input_ids": split.shard(tokens, rank, value=FILLER),
-        "position_ids": torch.from_numpy(tree.positions(split.shared.padded_length)).int()[own],
+        "position_ids": torch.from_numpy(
+            tree.positions(split.shared.padded_length)
+        ).int()[own],
         "document_lengths": lengths,
         # A token counts as often for routers as separate rows would have it.
-        "real_tokens": split.shard(torch.from_numpy(np.pad(copies, (0, rest)))[None], rank),
+        "real_tokens": split.shard(
+            torch.from_numpy(np.pad(copies, (0, rest)))[None], rank
+        ),
     }
     if scored is not None:
         local_row = torch.full((split.shared.padded_length,), -1)
@@ -155,13 +185,21 @@ def shard_tree(
             numbers.append(scored.weights)
         found, targets = torch.stack(numbers, 1)[mine], scored.targets[mine]
         if not len(found):  # a rank without targets takes part in the loss
-            found, targets = found.new_zeros(1, len(numbers)), targets.new_full((1,), IGNORED)
+            found, targets = (
+                found.new_zeros(1, len(numbers)),
+                targets.new_full((1,), IGNORED),
+            )
         local |= {"tree_targets": found, "shift_labels": targets[None]}
-    parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
+    parts = {
+        name: part.to(device or tokens.device).contiguous()
+        for name, part in local.items()
+    }
     digested = (tokens, None if scored is None else torch.stack(scored), lengths, None)
     return parts | {
         "sequence_length": torch.tensor(longest),
-        "batch_digest": torch.stack([digest_integers(x).to(tokens.device) for x in digested]),
+        "batch_digest": torch.stack(
+            [digest_integers(x).to(tokens.device) for x in digested]
+        ),
         "layout_digest": split.digest(rank),
     }
 

@@ -13,11 +13,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ringspan.torch.consistency.calls import Call, hear_all
 
-_drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar("drawing", default=frozenset())
+_drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar(
+    "drawing", default=frozenset()
+)
 
 
 @contextmanager
-def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+def first_ranks_numbers(
+    groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> Iterator[None]:
     """Make all ranks draw the first rank's random numbers, then resume their own; nested uses join."""
     if _drawing.get().issuperset(groups):
         yield
@@ -35,7 +39,9 @@ def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
                 put(state)
 
 
-def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+def take_first_ranks_numbers(
+    groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> None:
     for get, put in _states(device):
         first = get().clone().to(device)
         for group in groups:
@@ -43,10 +49,17 @@ def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.
         put(first.cpu())
 
 
-def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+def _states(
+    device: torch.device,
+) -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
     states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
-        states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
+        states.append(
+            (
+                lambda: torch.cuda.get_rng_state(device),
+                lambda state: torch.cuda.set_rng_state(state, device),
+            )
+        )
     return states
 
 

@@ -62,14 +62,17 @@ class CacheCost(NamedTuple):
 class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
-    ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk
+    ring_on_read: Callable[[int], None] | None = (
+        None  # told the length of the cache after each chunk
+    )
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> Any:
         """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
+            # in which FSDP would gather weights that no later pass can differentiate
             return super().__call__(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # in which FSDP would gather weights that no later pass can differentiate
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         with in_call("generating"):
@@ -123,7 +126,9 @@ class RingGenerator(RingCausalLM):
         refuse_states(self)
         ring, config = self.ring_axis, self.get_submodule(self.ring_decoder).config
         states = cached_states(config) if self.ring_stateful else ()
-        return RingCache(cached_kinds(config), ring.size(), ring.get_local_rank(), dtype, states)
+        return RingCache(
+            cached_kinds(config), ring.size(), ring.get_local_rank(), dtype, states
+        )
 
     def save_cache(self: Any, cache: RingCache, folder: str | Path) -> None:
         """Write a cache into a new folder, so that its text need not be read again; on every rank.
@@ -136,7 +141,9 @@ class RingGenerator(RingCausalLM):
         with in_call("saving a cache"):
             save(self, cache, folder)
 
-    def load_cache(self: Any, folder: str | Path, dtype: CacheDtypeName | None = None) -> RingCache:
+    def load_cache(
+        self: Any, folder: str | Path, dtype: CacheDtypeName | None = None
+    ) -> RingCache:
         """Load a cache from ``save_cache``, of any number of ranks, on every rank; ``cache.ids`` are its tokens.
 
         CheckpointError if a file is missing, damaged or cut, or the cache is another model's.
@@ -145,7 +152,9 @@ class RingGenerator(RingCausalLM):
             return load(self, folder, self.new_cache(dtype))
 
     @torch.no_grad()
-    def cache_cost(self: Any, ids: Tensor, dtype: CacheDtypeName, scored: int = 256) -> CacheCost:
+    def cache_cost(
+        self: Any, ids: Tensor, dtype: CacheDtypeName, scored: int = 256
+    ) -> CacheCost:
         """Measure a cache dtype's cost by the loss of a text's (B, L) last ``scored`` tokens; on every rank."""
         if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
             raise UnsupportedError(
@@ -153,8 +162,15 @@ class RingGenerator(RingCausalLM):
             )
 
         def over(cache: RingCache) -> tuple[float, Tensor]:
-            self(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = self(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()
+            self(
+                ids[:, : -scored - 1],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = self(
+                ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True
+            ).logits.float()
             targets = ids[:, -scored:].flatten().to(logits.device)
             return float(F.cross_entropy(logits.flatten(0, 1), targets)), logits[:, -1]
 
@@ -164,7 +180,9 @@ class RingGenerator(RingCausalLM):
         return CacheCost(loss, loss_then, error, cache.nbytes, other.nbytes)
 
     @torch.no_grad()
-    def generate(self: Any, *args: object, weights: str = "auto", **kwargs: object) -> Any:
+    def generate(
+        self: Any, *args: object, weights: str = "auto", **kwargs: object
+    ) -> Any:
         """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
         In float32 the tokens equal one process's, by the first rank's random numbers and clock. Greedy, sampling,
@@ -195,12 +213,21 @@ class RingGenerator(RingCausalLM):
                 stack.callback(vars(self).pop, name, None)
                 vars(self)[name] = value
             stack.enter_context(calling_parts("generating"))
-            stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
+            stack.enter_context(
+                weights_for_tokens(self, weights, cache_bytes(self, arguments))
+            )
             stack.enter_context(first_ranks_numbers(groups, self.device))
-            stack.enter_context(preparing(self.ring_mesh, "generate", between_replicas=False))
+            stack.enter_context(
+                preparing(self.ring_mesh, "generate", between_replicas=False)
+            )
             made = plain(**arguments)
-            facts = {"chosen tokens": described(getattr(made, "sequences", made))}  # the last, of which no pass tells
-            check_call(self.ring_mesh, Call("the end of generate", alike_in_ring=facts), between_replicas=False)
+            # the last, of which no pass tells
+            facts = {"chosen tokens": described(getattr(made, "sequences", made))}
+            check_call(
+                self.ring_mesh,
+                Call("the end of generate", alike_in_ring=facts),
+                between_replicas=False,
+            )
             return made
 
 
@@ -208,9 +235,13 @@ def refuse_states(model: RingModel) -> None:
     """Raise UnsupportedError for a model without a cache, with ALiBi, or with other states."""
     decoder, reason = decoder_on_ring(model), None
     if cache_name(decoder) is None:
-        reason = "it keeps no cache, so that each token would need all of the text again"
+        reason = (
+            "it keeps no cache, so that each token would need all of the text again"
+        )
     elif uses_alibi(decoder):
-        reason = "its attention has ALiBi, which a pass over a cache does not compute yet"
+        reason = (
+            "its attention has ALiBi, which a pass over a cache does not compute yet"
+        )
     elif model.ring_stateful:
         reason = why_no_cache(decoder)
     if reason:
@@ -224,7 +255,11 @@ def _for_readers() -> inspect.Signature:
     """Return ``forward``'s parameters and those it hands on: Trainer keeps these data columns."""
     *own, rest = inspect.signature(RingGenerator.forward).parameters.values()
     known = {parameter.name for parameter in (*own, rest)}
-    handed_on = (each for each in inspect.signature(RingCausalLM.forward).parameters.values() if each.name not in known)
+    handed_on = (
+        each
+        for each in inspect.signature(RingCausalLM.forward).parameters.values()
+        if each.name not in known
+    )
     return inspect.Signature([*own, *handed_on, rest])
 
 

@@ -33,16 +33,31 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.transport.digest import described
 
-_PLAIN: Final = bool, int, float, str, list, tuple, dict  # of which ranks compare the text
+# of which ranks compare the text
+_PLAIN: Final = (
+    bool,
+    int,
+    float,
+    str,
+    list,
+    tuple,
+    dict,
+)
 
 
 def agreed_options(
-    model: Any, plain: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
+    model: Any,
+    plain: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: str,
 ) -> dict[str, Any]:
     """Return the arguments for transformers' ``generate``; PeerMismatch, or a rank's own error, on every rank."""
     with meeting(model.ring_mesh, "generate") as facts:
         if not issubclass(type(model), GenerationMixin):
-            raise UnsupportedError(f"{class_name(model)} does not generate: its class must be a GenerationMixin")
+            raise UnsupportedError(
+                f"{class_name(model)} does not generate: its class must be a GenerationMixin"
+            )
         bound = inspect.signature(plain).bind(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         name_ours(arguments)
@@ -53,49 +68,101 @@ def agreed_options(
         _complete(model, arguments)
         config = arguments.get("generation_config") or model.generation_config
         settings = {**config.to_dict(), "_from_model_config": None, **arguments}
-        texts = {name: _text(value) for name, value in sorted(settings.items()) if isinstance(value, _PLAIN)}
-        tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
+        texts = {
+            name: _text(value)
+            for name, value in sorted(settings.items())
+            if isinstance(value, _PLAIN)
+        }
+        tensors = {
+            name: described(value)
+            for name, value in arguments.items()
+            if isinstance(value, Tensor)
+        }
         _refuse_options(model, config, arguments)
-        if arguments.get("past_key_values") is None and arguments.get("use_cache", config.use_cache is not False):
+        if arguments.get("past_key_values") is None and arguments.get(
+            "use_cache", config.use_cache is not False
+        ):
             arguments["past_key_values"] = model.new_cache()
         if (cache := arguments.get("past_key_values")) is not None:
             cache.read_by(reader_of(model))
-        facts.alike, facts.alike_in_ring = {"model": model.ring_number, "weights": weights}, {**texts, **tensors}
+        facts.alike, facts.alike_in_ring = (
+            {"model": model.ring_number, "weights": weights},
+            {**texts, **tensors},
+        )
     config = arguments.get("generation_config") or model.generation_config
-    arguments.setdefault("synced_gpus", False)  # replicas gather no weights from each other
+    # replicas gather no weights from each other
+    arguments.setdefault("synced_gpus", False)
     if (seconds := _asked(config, arguments, "max_time")) is not None:
         arguments["max_time"] = None
         clock = MaxTimeCriteria(float(seconds))
-        arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
+        arguments["stopping_criteria"] = [
+            *(arguments.get("stopping_criteria") or ()),
+            clock,
+        ]
         if config.max_time is not None:
-            arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})
+            arguments["generation_config"] = config = GenerationConfig(
+                **{**config.to_dict(), "max_time": None}
+            )
     if arguments.get("stopping_criteria"):
-        arguments["stopping_criteria"] = AgreedCriteria.of(arguments["stopping_criteria"], model.ring_mesh)
-    if (cache := arguments.get("past_key_values")) is not None and not model.ring_is_generating:
+        arguments["stopping_criteria"] = AgreedCriteria.of(
+            arguments["stopping_criteria"], model.ring_mesh
+        )
+    if (
+        cache := arguments.get("past_key_values")
+    ) is not None and not model.ring_is_generating:
         cache.records_past = False  # an earlier call may have ended while it did
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
         new = _num_new_tokens(config, arguments, inputs.shape[1])
-        cache.reserve(max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS))  # it may end earlier
-        if cache.shares.length and has_grid_positions(model) and arguments.get("position_ids") is None:
-            media = next((arguments[name] for name in MEDIA if isinstance(arguments.get(name), Media)), None)
+        # it may end earlier
+        cache.reserve(
+            max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS)
+        )
+        if (
+            cache.shares.length
+            and has_grid_positions(model)
+            and arguments.get("position_ids") is None
+        ):
+            media = next(
+                (
+                    arguments[name]
+                    for name in MEDIA
+                    if isinstance(arguments.get(name), Media)
+                ),
+                None,
+            )
             mask = arguments.get("attention_mask")
-            arguments["position_ids"] = whole_positions(model, cache, inputs, mask, media)
+            arguments["position_ids"] = whole_positions(
+                model, cache, inputs, mask, media
+            )
     if OURS in arguments:
+        # whose class asks for another name
         cache = arguments[OF_GENERATE] = arguments.pop(OURS)
-        if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():  # whose class asks for another name
+        if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():
             arguments["cache_params"] = cache
     return arguments
 
 
 def _complete(model: RingModel, arguments: dict[str, Any]) -> None:
     """Fill in transformers' defaults; use a given cache unless the call refuses one."""
-    given, has_cache = arguments.get("generation_config"), arguments.get(OURS) is not None
-    if has_cache and arguments.get("use_cache", getattr(given, "use_cache", None)) is False:
-        raise UnsupportedError("use_cache=False with past_key_values, which generate would add to; leave one out")
+    given, has_cache = (
+        arguments.get("generation_config"),
+        arguments.get(OURS) is not None,
+    )
+    if (
+        has_cache
+        and arguments.get("use_cache", getattr(given, "use_cache", None)) is False
+    ):
+        raise UnsupportedError(
+            "use_cache=False with past_key_values, which generate would add to; leave one out"
+        )
     if given is not None:
         arguments["generation_config"] = config = copy.deepcopy(given)
         config.use_cache = True if has_cache else config.use_cache
-        config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+        config.update(
+            **model.generation_config.to_dict(),
+            defaults_only=True,
+            allow_custom_entries=True,
+        )
     elif has_cache:
         arguments["use_cache"] = True
 
@@ -104,15 +171,25 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
     return arguments[name] if name in arguments else getattr(config, name, None)
 
 
-def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+def _refuse_options(
+    model: RingModel, config: GenerationConfig, arguments: dict[str, Any]
+) -> None:
     cache = arguments.get("past_key_values")
     check_cache(cache)
     if cache is not None and cache.shares.ranks != model.ring_axis.size():
-        raise UnsupportedError(f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()")
+        raise UnsupportedError(
+            f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()"
+        )
     for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
         if value := _asked(config, arguments, name):
-            remedy = "leave it out, the cache is split over the ring" if "cache" in name else "leave it out"
-            raise UnsupportedError(f"{name}={value!r} is not supported on a ring; {remedy}")
+            remedy = (
+                "leave it out, the cache is split over the ring"
+                if "cache" in name
+                else "leave it out"
+            )
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported on a ring; {remedy}"
+            )
     if layers := _asked(config, arguments, "assistant_early_exit"):
         raise UnsupportedError(
             f"assistant_early_exit={layers} is not supported on a ring, where no layer is left out; give an "
@@ -121,18 +198,28 @@ def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[
     held = 0 if cache is None or model.ring_is_generating else cache.shares.length
     if model.ring_stateful or held:
         why = f"over a cache that holds {held} tokens, all of which transformers would read again"
-        why = f"with {class_name(model)}, from whose states no token is taken back" if model.ring_stateful else why
+        why = (
+            f"with {class_name(model)}, from whose states no token is taken back"
+            if model.ring_stateful
+            else why
+        )
         for name in ("assistant_model", "prompt_lookup_num_tokens"):
             if _asked(config, arguments, name):
                 raise UnsupportedError(f"{name} is not supported {why}; leave it out")
     for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
         if arguments.get(name) is not None:
-            raise UnsupportedError(f"generate with {name} is not supported on a ring; give input_ids alone")
+            raise UnsupportedError(
+                f"generate with {name} is not supported on a ring; give input_ids alone"
+            )
     inputs = arguments.get("inputs", arguments.get("input_ids"))
     if not isinstance(inputs, Tensor) or inputs.ndim != 2 or inputs.is_floating_point():
-        raise UnsupportedError("generate needs input_ids, token ids of shape (batch, tokens)")
+        raise UnsupportedError(
+            "generate needs input_ids, token ids of shape (batch, tokens)"
+        )
     if not inputs.numel():
-        raise UnsupportedError(f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}")
+        raise UnsupportedError(
+            f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}"
+        )
     check_entries("input_ids", inputs, model.ring_vocabularies[0])
     mask = arguments.get("attention_mask")
     if mask is not None:
@@ -150,14 +237,21 @@ def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[
 def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
     """Replace pixels by uncached tokens' images: transformers would repeat pixels row by row for beams."""
     if model.ring_media is None or model.ring_is_generating:
+        # by an earlier call, of this one's
         return
-    if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's
+    if any(isinstance(arguments.get(name), Media) for name in MEDIA):
         return
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
-    count = (inputs if mask is None else mask).shape[1] - (0 if cache is None else cache.shares.length)
+    count = (inputs if mask is None else mask).shape[1] - (
+        0 if cache is None else cache.shares.length
+    )
     new = inputs[:, -count:]
     given = {name: arguments[name] for name in MEDIA if arguments.get(name) is not None}
-    given |= {name: given[name][:, -new.shape[1] :] for name in given if name.endswith("type_ids")}
+    given |= {
+        name: given[name][:, -new.shape[1] :]
+        for name in given
+        if name.endswith("type_ids")
+    }
     if mask is not None:
         given["attention_mask"] = mask[:, -new.shape[1] :]
     media = media_of({"input_ids": new, **given})
@@ -167,7 +261,9 @@ def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) ->
             arguments[modality.cut.pixels] = media
 
 
-def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:
+def _num_new_tokens(
+    config: GenerationConfig, arguments: dict[str, Any], prompt: int
+) -> int:
     if (new := _asked(config, arguments, "max_new_tokens")) is None:
         new = (_asked(config, arguments, "max_length") or 0) - prompt
     return max(int(new), 1)
@@ -180,7 +276,9 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
     if not length:
         return
     if len(cache.ids) % len(ids):
-        raise UnsupportedError(f"the cache holds {len(cache.ids)} sequences, input_ids {len(ids)}; give as many")
+        raise UnsupportedError(
+            f"the cache holds {len(cache.ids)} sequences, input_ids {len(ids)}; give as many"
+        )
     if mask is not None and mask.shape[-1] != ids.shape[1]:
         if mask.shape[-1] <= length:
             raise UnsupportedError(
@@ -193,8 +291,14 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
             f"the cache holds {length} tokens and input_ids are {ids.shape[1]}; give the whole text, the tokens of the "
             "cache and at least one more"
         )
-    begins = ids[:, :length].cpu().repeat_interleave(max(1, len(cache.ids) // len(ids)), dim=0)
-    if begins.shape == cache.ids.shape and not torch.equal(begins.to(cache.ids.dtype), cache.ids):
+    begins = (
+        ids[:, :length]
+        .cpu()
+        .repeat_interleave(max(1, len(cache.ids) // len(ids)), dim=0)
+    )
+    if begins.shape == cache.ids.shape and not torch.equal(
+        begins.to(cache.ids.dtype), cache.ids
+    ):
         first = int((begins != cache.ids).any(0).nonzero()[0])
         raise UnsupportedError(
             f"input_ids differ from what the cache holds, from token {first} on; give what it holds and more, "
@@ -202,11 +306,19 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
         )
 
 
-def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor) -> None:
+def _check_padding(
+    config: GenerationConfig, arguments: dict[str, Any], ids: Tensor
+) -> None:
     """Raise UnsupportedError for an unmasked text that transformers would take as padded."""
-    padding, ends = (_asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos"))
+    padding, ends = (
+        _asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos")
+    )
     ends = ends if isinstance(ends, list) else [ends]
-    if isinstance(padding, int) and padding not in ends and bool((ids == padding).any()):
+    if (
+        isinstance(padding, int)
+        and padding not in ends
+        and bool((ids == padding).any())
+    ):
         raise UnsupportedError(
             f"input_ids hold the token that pads, pad_token_id={padding}, and no attention_mask came with them; give it"
         )
@@ -225,13 +337,29 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
 def _cached_numbers(decoder: Any, length: int) -> float:
     """Count what is kept of a sequence: keys and values, or latents, that are still seen; keys of indexes."""
     config = decoder.config
-    each = [2 * heads * size for (_, heads), size in zip(head_counts(config), head_sizes(config), strict=True)]
-    for module in (module for module in decoder.modules() if hasattr(module, "expand_kv")):
+    each = [
+        2 * heads * size
+        for (_, heads), size in zip(
+            head_counts(config), head_sizes(config), strict=True
+        )
+    ]
+    for module in (
+        module for module in decoder.modules() if hasattr(module, "expand_kv")
+    ):
         each[module.layer_idx] = module.kv_lora_rank + module.qk_rope_head_dim
     kinds = zip(cached_kinds(config) if each else (), each, strict=True)
-    keys = sum(numbers * min(length, kind.window or kind.chunk or length) for kind, numbers in kinds if kind)
-    indexes: Any = (getattr(each, "compressor", None) or each.indexer for each in choosing_modules(decoder))
-    return keys + length * sum(index.key_numbers for index in indexes if index is not None)
+    keys = sum(
+        numbers * min(length, kind.window or kind.chunk or length)
+        for kind, numbers in kinds
+        if kind
+    )
+    indexes: Any = (
+        getattr(each, "compressor", None) or each.indexer
+        for each in choosing_modules(decoder)
+    )
+    return keys + length * sum(
+        index.key_numbers for index in indexes if index is not None
+    )
 
 
 def _text(value: Any) -> str:

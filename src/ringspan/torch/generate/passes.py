@@ -26,7 +26,12 @@ from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import POOLED_INDEXES, LayerKind, finished_logits, text_config
+from ringspan.torch.layers.decoder import (
+    POOLED_INDEXES,
+    LayerKind,
+    finished_logits,
+    text_config,
+)
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
 from ringspan.torch.layers.positions import beyond_table, rotates
@@ -57,35 +62,63 @@ class CachePass(NamedTuple):
 
 
 def agreed_pass(
-    model: RingModel, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: RingModel,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> CachePass:
     """Return the arguments of a pass over a cache; PeerMismatch, or a rank's own error, on every rank."""
-    with meeting(model.ring_mesh, "a forward pass over a cache", between_replicas=False) as met:
+    with meeting(
+        model.ring_mesh, "a forward pass over a cache", between_replicas=False
+    ) as met:
         given = kwargs
         if args:
-            names = [name for name in inspect.signature(forward).parameters if name != "self"]
+            names = [
+                name for name in inspect.signature(forward).parameters if name != "self"
+            ]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
         name_ours(given)
-        asked = CachePass(**{name: given.pop(name) for name in CachePass._fields[:-1] if name in given})
+        asked = CachePass(
+            **{
+                name: given.pop(name)
+                for name in CachePass._fields[:-1]
+                if name in given
+            }
+        )
         asked = asked._replace(media=_media(model, asked, given))
-        apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
-        check_arguments(class_name(model), {name: value for name, value in given.items() if name not in apart})
+        apart = (
+            ("return_dict", *_OF_GENERATE)
+            if model.ring_is_generating
+            else ("return_dict",)
+        )
+        check_arguments(
+            class_name(model),
+            {name: value for name, value in given.items() if name not in apart},
+        )
         if given.get("return_dict") is False:
-            raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
+            raise UnsupportedError(
+                "return_dict=False is not supported on a ring; it must be True"
+            )
         _check_pass(model, asked)
+        # of one prompt, so that the ranks have chosen them
         facts: dict[str, Any] = {
             name: described(value) if isinstance(value, Tensor) else str(value)
             for name, value in asked._asdict().items()
             if name != "media"
         }
-        if model.ring_is_generating:  # of one prompt, so that the ranks have chosen them
+        if model.ring_is_generating:
             facts["chosen tokens"] = facts.pop("input_ids")
         facts["images"] = None if asked.media is None else asked.media.digest
         cache = asked.past_key_values
         facts["past_key_values"] = (
-            None if cache is None else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
+            None
+            if cache is None
+            else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
         )
-        facts |= {"model": model.ring_number, "mode": "training" if model.training else "evaluation"}
+        facts |= {
+            "model": model.ring_number,
+            "mode": "training" if model.training else "evaluation",
+        }
         if cache is not None:
             cache.read_by(reader_of(model))
         met.alike_in_ring = facts
@@ -95,12 +128,20 @@ def agreed_pass(
 def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media | None:
     if model.ring_media is None:
         return None
-    inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
+    inputs = {
+        name: value for name in MEDIA if (value := given.pop(name, None)) is not None
+    }
     ids, mask = asked.input_ids, asked.attention_mask
-    if (kept := next((value for value in inputs.values() if isinstance(value, Media)), None)) is not None:
+    if (
+        kept := next(
+            (value for value in inputs.values() if isinstance(value, Media)), None
+        )
+    ) is not None:
         return _of_prompt(kept, ids)
     kind: Kind = model.ring_media
-    wanted = [each.cut.pixels for each in kind.modalities] + ([kind.blocks] if kind.is_prefix else [])
+    wanted = [each.cut.pixels for each in kind.modalities] + (
+        [kind.blocks] if kind.is_prefix else []
+    )
     if not isinstance(ids, Tensor) or not any(name in inputs for name in wanted):
         return None
     for name in set(TOKEN_TYPES) & set(inputs):  # of the whole text
@@ -118,28 +159,39 @@ def _of_prompt(media: Media, ids: object) -> Media:
         expected = media.tokens.repeat_interleave(len(ids) // rows, 0)
         if ids.shape[1] >= count and bool((ids[:, :count].cpu() == expected).all()):
             return media
-    raise UnsupportedError("a prompt with images is read as a whole; leave prefill_chunk_size out, a ring has its own")
+    raise UnsupportedError(
+        "a prompt with images is read as a whole; leave prefill_chunk_size out, a ring has its own"
+    )
 
 
 def _check_pass(model: RingModel, asked: CachePass) -> None:
     ids, mask, positions, cache, use_cache, keep, _ = asked
     if torch.is_grad_enabled() and not model.ring_is_generating:
-        raise UnsupportedError("a pass over a cache is not differentiated; call it under torch.no_grad()")
+        raise UnsupportedError(
+            "a pass over a cache is not differentiated; call it under torch.no_grad()"
+        )
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
-        raise UnsupportedError("input_ids of shape (batch, tokens), at least one, are needed over a cache")
+        raise UnsupportedError(
+            "input_ids of shape (batch, tokens), at least one, are needed over a cache"
+        )
     check_entries("input_ids", ids, model.ring_vocabularies[0])
     check_cache(cache)
     if cache is not None and use_cache is False:
-        raise UnsupportedError("use_cache=False with past_key_values, which the pass would add to; leave one out")
+        raise UnsupportedError(
+            "use_cache=False with past_key_values, which the pass would add to; leave one out"
+        )
     if not isinstance(keep if keep is not None else 0, int):
-        raise UnsupportedError(f"logits_to_keep must be a number of last tokens, got a {type(keep).__name__}")
+        raise UnsupportedError(
+            f"logits_to_keep must be a number of last tokens, got a {type(keep).__name__}"
+        )
     length = ids.shape[1] + (0 if cache is None else cache.shares.length)
     if mask is not None and tuple(mask.shape) != (len(ids), length):
+        # generate has looked at it, once
         raise UnsupportedError(
             f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
             f"included, it must be {(len(ids), length)}"
         )
-    if mask is not None and not model.ring_is_generating:  # generate has looked at it, once
+    if mask is not None and not model.ring_is_generating:
         marked_tokens(mask)
     if mask is not None and model.ring_stateful and not bool(mask.all()):
         raise UnsupportedError(
@@ -147,15 +199,23 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
             "in a batch, or one at a time"
         )
     is_pooled = text_config(model.config).model_type in POOLED_INDEXES
-    if mask is not None and is_pooled and bool((mask.bool()[:, :-1] & ~mask.bool()[:, 1:]).any()):
+    if (
+        mask is not None
+        and is_pooled
+        and bool((mask.bool()[:, :-1] & ~mask.bool()[:, 1:]).any())
+    ):
         raise UnsupportedError(
             f"attention_mask with padding behind tokens: {class_name(model)} pools tokens one after the other; pad on "
             "the left"
         )
     if positions is not None and positions.shape[-1] != ids.shape[1]:
-        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each")
+        raise UnsupportedError(
+            f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each"
+        )
     if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
-        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}; give as many")
+        raise UnsupportedError(
+            f"the cache holds {rows} sequences, input_ids {len(ids)}; give as many"
+        )
     last = length if positions is None else int(positions.max()) + 1
     if error := beyond_table(model, decoder_on_ring(model), last):
         raise error
@@ -163,7 +223,9 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
 
 def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     """Run tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
-    input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = asked
+    input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = (
+        asked
+    )
     if cache is None:  # a processor asks, while the model generates
         cache = model.new_cache()
         cache.read_by(reader_of(model))
@@ -175,11 +237,24 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     if position_ids is None:
         decoder = decoder_on_ring(model)
         # As transformers' forward counts, which differs from its ``generate`` where more than distances matter.
-        skips = rotates(text_config(model.config)) or has_grid_positions(model) or counts_real_tokens(decoder)
-        position_ids = new_positions(model, cache, len(ids), count, attention_mask if skips else None, media)
+        skips = (
+            rotates(text_config(model.config))
+            or has_grid_positions(model)
+            or counts_real_tokens(decoder)
+        )
+        position_ids = new_positions(
+            model, cache, len(ids), count, attention_mask if skips else None, media
+        )
         position_ids = position_ids + first_position(decoder)
-    position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
-    shifts = new_shifts(cache, position_ids, attention_mask) if has_grid_positions(model) else None
+    # with a time, row and column
+    position_ids = position_ids.to(device).expand(
+        *position_ids.shape[:-2], len(ids), -1
+    )
+    shifts = (
+        new_shifts(cache, position_ids, attention_mask)
+        if has_grid_positions(model)
+        else None
+    )
     set_global_length(decoder_on_ring(model), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
     chunk = model.ring_prefill_tokens * cache.shares.ranks
@@ -194,10 +269,15 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
             model.ring_on_read(cache.shares.length)
     cache.keep_ids(input_ids, shifts)
     options = model.ring_loss
-    logits = finished_logits(head_of(model)(torch.cat(last, 1)), options.logit_scale, options.softcap).contiguous()
+    logits = finished_logits(
+        head_of(model)(torch.cat(last, 1)), options.logit_scale, options.softcap
+    ).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
         dist.broadcast(logits, group_src=0, group=model.ring_axis.get_group())
-    found: dict[str, Any] = {"logits": logits, OF_GENERATE: None if use_cache is False else cache}
+    found: dict[str, Any] = {
+        "logits": logits,
+        OF_GENERATE: None if use_cache is False else cache,
+    }
     return CausalLMOutputWithPast(**found)
 
 
@@ -205,7 +285,9 @@ def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[
     first = 0
     while first < count:
         stop = min(first + chunk, count)
-        while ends := [end for row in blocks or () for start, end in row if start < stop < end]:
+        while ends := [
+            end for row in blocks or () for start, end in row if start < stop < end
+        ]:
             stop = max(ends)
         yield slice(first, stop)
         first = stop
@@ -216,28 +298,51 @@ def _turn(
     wanted: int, images: PromptImages | None,
 ) -> Tensor:  # fmt: skip
     ring, decoder = model.ring_axis, decoder_on_ring(model)
-    start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
+    start, count, columns = (
+        cache.shares.length,
+        part.stop - part.start,
+        torch.arange(part.start, part.stop),
+    )
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
     if text_config(model.config).model_type in POOLED_INDEXES:
-        firsts[LayerKind()] = 0  # of windows that pool tokens, whatever a layer keeps of them
+        firsts[LayerKind()] = (
+            0  # of windows that pool tokens, whatever a layer keeps of them
+        )
     new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(
-            cache.shares.held(first), layer_masks(kind, start, start + count, real, _blocks_in(part, start, images))
+            cache.shares.held(first),
+            layer_masks(
+                kind, start, start + count, real, _blocks_in(part, start, images)
+            ),
         )
         for kind, first in firsts.items()
     }
-    turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches, cache.records_past)
+    turn = Turn(
+        ring.get_group(),
+        ring.get_local_rank(),
+        new,
+        splits,
+        reaches,
+        cache.records_past,
+    )
     mine = columns[turn.kept] if splits else columns
     others: dict[str, Any] = {cache_name(decoder) or OURS: cache}
     if model.ring_router is not None:
         others["output_router_logits"] = False
     with turn.active(), passing(_sequences(turn) if cache.stateful else None):
         here = mine.to(ids.device)
-        given = {"input_ids": ids[:, here], "position_ids": positions[..., here], "use_cache": True, **others}
+        given = {
+            "input_ids": ids[:, here],
+            "position_ids": positions[..., here],
+            "use_cache": True,
+            **others,
+        }
         with told(decoder, given) as told_all:
-            out: Any = decoder(**told_all) if images is None else images.read(mine, told_all)
+            out: Any = (
+                decoder(**told_all) if images is None else images.read(mine, told_all)
+            )
     cache.check_updated(class_name(model))
     hidden = out.last_hidden_state
     if not splits:
@@ -245,31 +350,48 @@ def _turn(
     whole = hidden.new_zeros((len(ids), wanted, hidden.shape[-1]))
     last = turn.kept >= count - wanted
     if wanted:
-        whole[:, (turn.kept[last] - (count - wanted)).to(ids.device)] = hidden[:, last.to(ids.device)]
+        whole[:, (turn.kept[last] - (count - wanted)).to(ids.device)] = hidden[
+            :, last.to(ids.device)
+        ]
         dist.all_reduce(whole, group=ring.get_group())
     return whole
 
 
-def _blocks_in(part: slice, start: int, images: PromptImages | None) -> list[Blocks] | None:
+def _blocks_in(
+    part: slice, start: int, images: PromptImages | None
+) -> list[Blocks] | None:
     if images is None or images.blocks is None:
         return None
     shift = start - part.start
     return [
-        tuple((first + shift, stop + shift) for first, stop in row if part.start <= first < part.stop)
+        tuple(
+            (first + shift, stop + shift)
+            for first, stop in row
+            if part.start <= first < part.stop
+        )
         for row in images.blocks
     ]
 
 
 def _sequences(turn: Turn) -> SequencePass:
     """Return the pass that layers with a state see, counted from the first new token."""
-    runs = [[(span.start - turn.start, span.count) for span in held] for held in turn.queries.parts]
-    return SequencePass((CustomLayout.of(runs),), turn.group if turn.is_split else None, before=Before())
+    runs = [
+        [(span.start - turn.start, span.count) for span in held]
+        for held in turn.queries.parts
+    ]
+    return SequencePass(
+        (CustomLayout.of(runs),), turn.group if turn.is_split else None, before=Before()
+    )
 
 
 @contextmanager
 def unchecked(model: nn.Module) -> Iterator[None]:
     """Disable activation checkpointing, since it makes transformers' layers forget their cache."""
-    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    modules = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    ]
     for module in modules:
         module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
     try:
@@ -285,19 +407,32 @@ def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
     found: list[Runs] = []
     for row in edges:
         starts, ends = ((row == sign).nonzero().flatten().tolist() for sign in (1, -1))
-        found.append(tuple((start, end - start) for start, end in zip(starts, ends, strict=True)))
+        found.append(
+            tuple((start, end - start) for start, end in zip(starts, ends, strict=True))
+        )
     return tuple(found)
 
 
 def layer_masks(
-    kind: LayerKind, start: int, length: int, real: Sequence[Runs] | None, blocks: Sequence[Blocks] | None
+    kind: LayerKind,
+    start: int,
+    length: int,
+    real: Sequence[Runs] | None,
+    blocks: Sequence[Blocks] | None,
 ) -> tuple[Mask, ...]:
     """Return ``layer_mask`` of each sequence, or one if all agree. Tokens of a block see its later ones too."""
     rows = len(real or blocks or (None,))
     masks: list[Mask] = []
     for runs, of_row in zip(real or [None] * rows, blocks or [()] * rows, strict=True):
         before = layer_mask(kind, start, length, runs)
-        masks.append(Mask((*before.regions, *(Region(one, end, one, end, hi=-1) for one, end in of_row))))
+        masks.append(
+            Mask(
+                (
+                    *before.regions,
+                    *(Region(one, end, one, end, hi=-1) for one, end in of_row),
+                )
+            )
+        )
     return tuple(masks)
 
 
@@ -314,7 +449,9 @@ def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> M
     return Mask(tuple(region for region in regions if not region.is_empty))
 
 
-def _chunks(size: int | None, start: int, length: int, real: Runs | None) -> list[tuple[int, int, int, int]]:
+def _chunks(
+    size: int | None, start: int, length: int, real: Runs | None
+) -> list[tuple[int, int, int, int]]:
     """Return queries and keys by chunk, counted from the first token after left padding."""
     if size is None:
         return [(0, UNBOUNDED, 0, UNBOUNDED)]

@@ -11,7 +11,12 @@ from ringspan.torch.multimodal.kinds import has_grid_positions
 
 
 def new_positions(
-    model: RingModel, cache: RingCache, rows: int, count: int, mask: Tensor | None, media: Media | None
+    model: RingModel,
+    cache: RingCache,
+    rows: int,
+    count: int,
+    mask: Tensor | None,
+    media: Media | None,
 ) -> Tensor:
     """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too."""
     # ``rows`` is a multiple of the cache's; ``mask`` are real tokens among all (B, L); ``media`` are the new tokens'.
@@ -26,7 +31,9 @@ def new_positions(
     shift = cache.last_shifts(rows)
     if media is None or "positions" not in media.found:
         return text + shift
-    return torch.cat((text.expand(1, rows, -1), media.found["positions"] + reached + shift))
+    return torch.cat(
+        (text.expand(1, rows, -1), media.found["positions"] + reached + shift)
+    )
 
 
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -34,17 +41,29 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
     if mask is None:
-        return reached - torch.arange(cache.shares.length + 1, cache.shares.length + count + 1)
+        return reached - torch.arange(
+            cache.shares.length + 1, cache.shares.length + count + 1
+        )
     new = mask[:, -count:].cpu().long()
-    before = mask[:, :-count].sum(-1, keepdim=True).cpu()  # summed where the mask is: a whole text is long
-    shifts = torch.cat((cache.last_shifts(rows), reached - (before + new.cumsum(-1))), 1)
+    # summed where the mask is: a whole text is long
+    before = mask[:, :-count].sum(-1, keepdim=True).cpu()
+    shifts = torch.cat(
+        (cache.last_shifts(rows), reached - (before + new.cumsum(-1))), 1
+    )
     last_real = (torch.arange(1, count + 1) * (new != 0)).cummax(1).values
     return shifts.gather(1, last_real)  # with padding, it comes no further
 
 
 def whole_positions(
-    model: RingModel, cache: RingCache, ids: Tensor, mask: Tensor | None, media: Media | None
+    model: RingModel,
+    cache: RingCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    media: Media | None,
 ) -> Tensor:
     """Compute positions of all L tokens after a cache; ``generate`` takes the new ones'."""
     count = (ids if mask is None else mask).shape[1] - cache.shares.length
-    return pad(new_positions(model, cache, len(ids), count, mask, media), (cache.shares.length, 0)).to(ids.device)
+    return pad(
+        new_positions(model, cache, len(ids), count, mask, media),
+        (cache.shares.length, 0),
+    ).to(ids.device)

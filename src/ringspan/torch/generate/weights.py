@@ -25,11 +25,15 @@ _log: Final = logging.getLogger(__name__)
 
 def check_weights(weights: object) -> None:
     if weights not in WEIGHTS_NAMES:
-        raise ConfigError(f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}")
+        raise ConfigError(
+            f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}"
+        )
 
 
 @contextmanager
-def weights_for_tokens(model: RingModel, weights: str, cache_bytes: int) -> Iterator[None]:
+def weights_for_tokens(
+    model: RingModel, weights: str, cache_bytes: int
+) -> Iterator[None]:
     """Keep weights whole on each rank while generating, ``auto`` if they fit with ``cache_bytes``, or gather them."""
     ring = model.ring_axis
     if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
@@ -63,7 +67,9 @@ def gathered_bytes(model: RingModel) -> int:
 
 def _numbers_on_ring(parameter: DTensor) -> int:
     count, mesh = parameter.numel(), parameter.device_mesh
-    for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+    for axis, placement in zip(
+        mesh.mesh_dim_names or (), parameter.placements, strict=True
+    ):
         if axis == "tp" and not placement.is_replicate():
             count = -(-count // mesh.get_group(axis).size())
     return count
@@ -74,7 +80,9 @@ def _free_bytes(ring: DeviceMesh) -> int:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
-        free = _free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", ring.size()))
+        free = _free_host_bytes() // int(
+            os.environ.get("LOCAL_WORLD_SIZE", ring.size())
+        )
     least = torch.tensor(free, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=ring.get_group())
     return int(least)
@@ -83,6 +91,10 @@ def _free_bytes(ring: DeviceMesh) -> int:
 def _free_host_bytes() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) << 10
+                for line in lines
+                if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -35,8 +35,26 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
 # stays for good. Of the others our own kernel is the fastest forward, and none is backward.
 _FEW: Final = 4
 _MOST_PLANS: Final = 64  # more sizes than masks without documents have; documents bring new ones with every batch
-_FOR_SQUARES: Final = ("flash4", "cudnn", "flash3", "flash2", "flash", "cpu", "triton", "eager")
-_FOR_ANYTHING: Final = ("flash4", "flash3", "flash2", "flash", "cudnn", "cpu", "triton", "eager")
+_FOR_SQUARES: Final = (
+    "flash4",
+    "cudnn",
+    "flash3",
+    "flash2",
+    "flash",
+    "cpu",
+    "triton",
+    "eager",
+)
+_FOR_ANYTHING: Final = (
+    "flash4",
+    "flash3",
+    "flash2",
+    "flash",
+    "cudnn",
+    "cpu",
+    "triton",
+    "eager",
+)
 _FORWARD_ON_HOPPER: Final = ("flash4", "flash3", "triton", *_FOR_ANYTHING)
 _HOPPER: Final = 9  # the first number of its compute capability
 
@@ -57,7 +75,9 @@ def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
 
 def refused(kernel: str, reason: str) -> UnsupportedError:
     """Return the error, equal on every rank, for a kernel that cannot serve."""
-    return UnsupportedError(f"kernel {kernel!r} cannot serve: {reason}; choose another, or auto")
+    return UnsupportedError(
+        f"kernel {kernel!r} cannot serve: {reason}; choose another, or auto"
+    )
 
 
 def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
@@ -66,7 +86,10 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
         return (kernel,)
     # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
     is_slow_in_16_bits = not rules_of(q.device).multiplies_16_bits
-    slow = {"triton": q.device.type != "cuda", "cpu": q.dtype.itemsize < 4 and is_slow_in_16_bits}
+    slow = {
+        "triton": q.device.type != "cuda",
+        "cpu": q.dtype.itemsize < 4 and is_slow_in_16_bits,
+    }
     names = (name for name in KERNELS if not slow.get(name))
     return tuple(name for name in names if KERNELS[name].why_not(q, v, scores) is None)
 
@@ -77,12 +100,19 @@ def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def choose(
-    names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool = False
+    names: tuple[str, ...],
+    tiles: tuple[Tile, ...],
+    q: Tensor,
+    *,
+    is_backward: bool = False,
 ) -> Returning | InPlace:
     if len(names) == 1:
         return KERNELS[names[0]]
     left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()
-    are_squares = all(tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles)
+    are_squares = all(
+        tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys)
+        for tile in tiles
+    )
     if len(tiles) <= _FEW and are_squares:
         order = _FOR_SQUARES
         if "cudnn" in names and not _is_planned(tiles, q, is_backward=is_backward):
@@ -96,12 +126,23 @@ def choose(
     return KERNELS[next((name for name in able if name not in left_out), able[0])]
 
 
-_planned: Final[set[tuple[Any, ...]]] = set()  # sizes that this process has given to cuDNN
+# sizes that this process has given to cuDNN
+_planned: Final[set[tuple[Any, ...]]] = set()
 
 
 def _is_planned(tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool) -> bool:
     """Return whether cuDNN has a plan for each of these tiles, or room for another."""
-    sizes = {(*q.shape[:2], q.shape[3], tile.num_rows, tile.num_keys, tile.is_full, is_backward) for tile in tiles}
+    sizes = {
+        (
+            *q.shape[:2],
+            q.shape[3],
+            tile.num_rows,
+            tile.num_keys,
+            tile.is_full,
+            is_backward,
+        )
+        for tile in tiles
+    }
     if len(_planned | sizes) > _MOST_PLANS:
         return False
     _planned.update(sizes)

@@ -32,23 +32,32 @@ class Memory(NamedTuple):
     def fits(self, x: Tensor) -> bool:
         if self.in_rows and not is_in_rows(x):
             return False
-        if not self.may_repeat and any(x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)):
+        if not self.may_repeat and any(
+            x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)
+        ):
             return False
         return self.alignment_bytes == 1 or self._is_aligned(x)
 
     def laid_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, as contiguous copies if they do not fit."""
-        return tuple(x if self.fits(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
+        return tuple(
+            x if self.fits(x) else x.clone(memory_format=torch.contiguous_format)
+            for x in tensors
+        )
 
     def _is_aligned(self, x: Tensor) -> bool:
         if x.shape[-1] * x.itemsize % self.alignment_bytes:
             return True
-        starts = (x.data_ptr(), *(x.stride(dim) * x.itemsize for dim in range(3) if x.shape[dim] > 1))
+        starts = (
+            x.data_ptr(),
+            *(x.stride(dim) * x.itemsize for dim in range(3) if x.shape[dim] > 1),
+        )
         return all(start % self.alignment_bytes == 0 for start in starts)
 
 
 ANY: Final = Memory(in_rows=False)
-FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)  # what CUDA's own kernels load at once
+# what CUDA's own kernels load at once
+FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)
 
 
 def is_in_rows(x: Tensor) -> bool:
@@ -73,12 +82,20 @@ class Scores:
     @property
     def beyond_plain(self) -> str | None:
         """Return why a kernel that masks, then only scales, cannot compute them; None if it can."""
-        return "it has no softcap and no ALiBi slopes" if self.softcap or self.slopes is not None else self.lifts_masked
+        return (
+            "it has no softcap and no ALiBi slopes"
+            if self.softcap or self.slopes is not None
+            else self.lifts_masked
+        )
 
     @property
     def lifts_masked(self) -> str | None:
         """Return why a kernel that masks before scaling cannot serve: -inf would not stay lowest; else None."""
-        return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
+        return (
+            None
+            if self.scale > 0
+            else f"it needs a scale above 0, this is {self.scale}"
+        )
 
     def heads(self, heads: slice) -> "Scores":
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
@@ -140,17 +157,34 @@ class InPlace(Kernel, Protocol):
     adds_in_place: Literal[True]
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
+        out: Tensor,
+        lse: Tensor,
     ) -> None: ...
 
     def backward_into(
-        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        given: BackwardInputs,
+        launch: KernelLaunch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
     ) -> None: ...
 
 
 def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
     size = max(q.shape[-1], v.shape[-1])
-    return None if size <= largest else f"its heads have at most {largest} numbers, these have {size}"
+    return (
+        None
+        if size <= largest
+        else f"its heads have at most {largest} numbers, these have {size}"
+    )
 
 
 def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
@@ -173,30 +207,51 @@ class Triangles:
     adds_in_place: Literal[False] = False
     head_multiple = 1
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return out and log-sum-exp of heads of one size."""
         raise NotImplementedError
 
-    def differentiate(self, given: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def differentiate(
+        self, given: BackwardInputs, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
-        if launch.tile.is_anticausal:  # copies of the tensors, in return for kernels that know one triangle only
-            out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
+    # copies of the tensors, in return for kernels that know one triangle only
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        if launch.tile.is_anticausal:
+            out, lse = self.forward(
+                q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores
+            )
             return out.flip(2), lse.flip(2)
         padded = one_size(q, k, v, multiple=self.head_multiple)
-        out, lse = self.compute(*padded, is_causal=launch.tile.is_causal, scale=scores.scale)
+        out, lse = self.compute(
+            *padded, is_causal=launch.tile.is_causal, scale=scores.scale
+        )
         return out[..., : v.shape[-1]], lse
 
-    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if launch.tile.is_anticausal:
             flipped = BackwardInputs(*(x.flip(2) for x in given))
             dq, dk, dv = self.backward(flipped, _mirrored(launch), scores)
             return dq.flip(2), dk.flip(2), dv.flip(2)
         *heads, lse = given
-        padded = BackwardInputs._make([*one_size(*heads, multiple=self.head_multiple), lse])
-        dq, dk, dv = self.differentiate(padded, is_causal=launch.tile.is_causal, scale=scores.scale)
-        return dq[..., : given.q.shape[-1]], dk[..., : given.k.shape[-1]], dv[..., : given.v.shape[-1]]
+        padded = BackwardInputs._make(
+            [*one_size(*heads, multiple=self.head_multiple), lse]
+        )
+        dq, dk, dv = self.differentiate(
+            padded, is_causal=launch.tile.is_causal, scale=scores.scale
+        )
+        return (
+            dq[..., : given.q.shape[-1]],
+            dk[..., : given.k.shape[-1]],
+            dv[..., : given.v.shape[-1]],
+        )
 
 
 def _mirrored(launch: KernelLaunch) -> KernelLaunch:

@@ -28,10 +28,14 @@ LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 @dataclass(frozen=True, kw_only=True)
 class DeviceRules:
     cuts_for_cores: bool  # group heads for CPU threads rather than for large launches
-    chunk_size: ChunkSize | None = LARGE_CHUNKS  # sizes for plain PyTorch; None keeps a tile in a core's cache
+    chunk_size: ChunkSize | None = (
+        LARGE_CHUNKS  # sizes for plain PyTorch; None keeps a tile in a core's cache
+    )
     short_rows: tuple[float, float] | None = None
     """Plain PyTorch beats the CPU kernel in float32 with at least so many keys over all heads, at most so many each."""
-    multiplies_16_bits: bool = True  # True if the CPU kernel beats plain PyTorch in 16 bits
+    multiplies_16_bits: bool = (
+        True  # True if the CPU kernel beats plain PyTorch in 16 bits
+    )
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
     """Destination of offloaded tensors (``ringspan.torch.memory.offload``)."""
     probe_tokens: int = 24  # tokens of a module's trial: enough to overflow an expert's capacity if all choose the same
@@ -75,7 +79,9 @@ def _own_rules(device: torch.device) -> DeviceRules:
         return DeviceRules(
             cuts_for_cores=False,
             offloads_to="pinned",
-            capability=torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0),
+            capability=torch.cuda.get_device_capability(device)
+            if torch.cuda.is_available()
+            else (0, 0),
             has_cudnn=torch.backends.cudnn.is_available(),
         )
     return DeviceRules(cuts_for_cores=False)
@@ -84,11 +90,19 @@ def _own_rules(device: torch.device) -> DeviceRules:
 def multiplies_16_bits() -> bool:
     """Return whether this CPU has AMX or AVX512_BF16; others take 1.5 to 3 times as long in bfloat16 as in float32."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return not is_x86 or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return (
+        not is_x86
+        or torch.cpu._is_amx_tile_supported()
+        or torch.cpu._is_avx512_bf16_supported()
+    )
 
 
 def runs_triton(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype == torch.float32 and rules_of(x.device).has_package("triton")
+    return (
+        x.device.type == "cuda"
+        and x.dtype == torch.float32
+        and rules_of(x.device).has_package("triton")
+    )
 
 
 def half_precision_on_cuda(q: Tensor, capability: tuple[int, int]) -> str | None:

@@ -10,15 +10,25 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ringspan.torch.layers.modules import forward_of
 
 OURS: Final = "past_key_values"
-_OTHERS: Final = ("cache", "cache_params")  # of transformers from 5.24 on; of Mamba before
+# of transformers from 5.24 on; of Mamba before
+_OTHERS: Final = (
+    "cache",
+    "cache_params",
+)
 NAMES: Final = (OURS, *_OTHERS)
 
-OF_GENERATE: Final = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else OURS
+OF_GENERATE: Final = (
+    "cache"
+    if "cache" in {field.name for field in fields(CausalLMOutputWithPast)}
+    else OURS
+)
 """Name under which ``generate`` of the installed transformers passes and reads the cache."""
 
 
 def given_cache(arguments: dict[str, Any]) -> Any:
-    return next((cache for name in NAMES if (cache := arguments.get(name)) is not None), None)
+    return next(
+        (cache for name in NAMES if (cache := arguments.get(name)) is not None), None
+    )
 
 
 def name_ours(arguments: dict[str, Any]) -> None:

@@ -19,16 +19,23 @@ def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) 
     backend = config.compile
     if backend is False:
         return
-    if backend is not True and backend not in torch.compiler.list_backends(exclude_tags=()):
+    if backend is not True and backend not in torch.compiler.list_backends(
+        exclude_tags=()
+    ):
         shown = ", ".join(torch.compiler.list_backends())
-        raise ConfigError(f"compile={backend!r}: use True, False or a backend of torch.compile: {shown}")
+        raise ConfigError(
+            f"compile={backend!r}: use True, False or a backend of torch.compile: {shown}"
+        )
     check_beside_compile(config)
     name = type(decoder).__name__
     if is_stateful:
         raise UnsupportedError(
             f"compile={backend!r}: {name} has layers with a state or a convolution; use compile=False"
         )
-    if any(getattr(module, "attn_temperature_tuning", False) for module in decoder.modules()):
+    if any(
+        getattr(module, "attn_temperature_tuning", False)
+        for module in decoder.modules()
+    ):
         raise UnsupportedError(
             f"compile={backend!r}: {name} scales queries by their positions (attn_temperature_tuning); use "
             "compile=False"
@@ -36,7 +43,10 @@ def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) 
 
 
 def compile_layers(
-    decoder: nn.Module, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], backend: bool | str
+    decoder: nn.Module,
+    layers: Sequence[nn.Module],
+    kinds: Sequence[LayerKind],
+    backend: bool | str,
 ) -> None:
     """Compile each layer's forward at its first run, except over a cache, after FSDP: its hooks stay outside."""
     for module in decoder.modules():
@@ -45,7 +55,8 @@ def compile_layers(
             module.ring_kind = kinds[number]  # pyright: ignore[reportArgumentType]
     for layer in layers:
         # By the program itself: releases of transformers differ in whether it is outside of ``forward``.
-        layer.ring_is_checkpointed = bool(getattr(layer, "gradient_checkpointing", False))  # pyright: ignore
+        is_checkpointed: Any = bool(getattr(layer, "gradient_checkpointing", False))
+        layer.ring_is_checkpointed = is_checkpointed
         layer.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
         layer.forward = _either(layer, "inductor" if backend is True else str(backend))
 
@@ -54,12 +65,16 @@ def _checkpointed(layer: Any, *args: object, **kwargs: object) -> object:
     """Run a layer, checkpointed in training; as an argument it is compiled by its type."""
     plain = type(layer).forward
     if layer.ring_is_checkpointed and layer.training:
-        return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), *args)
+        return layer._gradient_checkpointing_func(
+            partial(plain, layer, **kwargs), *args
+        )
     return plain(layer, *args, **kwargs)
 
 
 def _either(layer: nn.Module, backend: str) -> Callable[..., Any]:
-    program: Callable[..., Any] = torch.compile(MethodType(_checkpointed, layer), backend=backend)
+    program: Callable[..., Any] = torch.compile(
+        MethodType(_checkpointed, layer), backend=backend
+    )
     hands_on = False  # the documents of a packed batch to its attention, which a program cannot tell
 
     def forward(*args: object, **kwargs: object) -> object:

@@ -23,14 +23,36 @@ def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
 
 
 # Types of layers that carry a state over tokens, or convolve them; and those that treat each token by itself.
-STATEFUL_LAYERS: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"})
-_WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"moe", "mlp"}
+STATEFUL_LAYERS: Final = frozenset(
+    {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+)
+_WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {
+    "moe",
+    "mlp",
+}
 
 
-_INDEXED: Final = "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"  # of older transformers
+# of older transformers
+_INDEXED: Final = (
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+)
 INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text"), _INDEXED),
-    **dict.fromkeys(("glm5_next_text", "mistral_large4_text", "qwen4_exp_text"), _INDEXED),
+    **dict.fromkeys(
+        (
+            "axk2",
+            "deepseek_v32",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "hy_v4_vl_text",
+        ),
+        _INDEXED,
+    ),
+    **dict.fromkeys(
+        ("glm5_next_text", "mistral_large4_text", "qwen4_exp_text"), _INDEXED
+    ),
     "deepseek_v4": ("compressed_sparse_attention", "heavily_compressed_attention"),
     "minimax_m3_vl_text": ("minimax_m3_sparse",),
 }
@@ -59,13 +81,27 @@ def without_attention(config: PreTrainedConfig) -> set[int]:
 def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
     """Return each layer's query and key/value heads; empty without attention; UnsupportedError without heads."""
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
+        raise UnsupportedError(
+            f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM"
+        )
     if not has_attention(config):
         return []
-    counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
+    counts = list(
+        zip(
+            *(
+                of_layers(config, f"num_{kind}_heads")
+                for kind in ("attention", "key_value")
+            ),
+            strict=True,
+        )
+    )
     if not all(isinstance(heads, int) for heads, _ in counts):
-        raise UnsupportedError(f"{config.model_type} has no attention heads; use a model with attention")
-    return [(heads, kv_heads or _shared_by(config, heads)) for heads, kv_heads in counts]
+        raise UnsupportedError(
+            f"{config.model_type} has no attention heads; use a model with attention"
+        )
+    return [
+        (heads, kv_heads or _shared_by(config, heads)) for heads, kv_heads in counts
+    ]
 
 
 def _shared_by(config: PreTrainedConfig, heads: int) -> int:
@@ -90,12 +126,21 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    types = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention"] * config.num_hidden_layers
+    )
     slides = getattr(config, "use_sliding_window", True)
     if getattr(config, "model_type", "") == "gpt_neo":
         window = config.window_size
-        return tuple(LayerKind(window=window if kind == "local" else None) for kind in config.attention_layers)
-    windows, chunks = of_layers(config, "sliding_window"), of_layers(config, "attention_chunk_size")
+        return tuple(
+            LayerKind(window=window if kind == "local" else None)
+            for kind in config.attention_layers
+        )
+    windows, chunks = (
+        of_layers(config, "sliding_window"),
+        of_layers(config, "attention_chunk_size"),
+    )
     return tuple(
         {
             "full_attention": LayerKind(),
@@ -110,26 +155,47 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
 
 def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
     """Return each layer's kind; None without own keys (no attention, shared ones, Mllama's images)."""
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    others = {*range(own, config.num_hidden_layers), *(getattr(config, "cross_attention_layers", None) or ())}
+    own = config.num_hidden_layers - (
+        getattr(config, "num_kv_shared_layers", None) or 0
+    )
+    others = {
+        *range(own, config.num_hidden_layers),
+        *(getattr(config, "cross_attention_layers", None) or ()),
+    }
     others |= without_attention(config)
     sharing = getattr(config, "kv_sharing_modes", ())  # Mistral Large 4
-    others |= {number for number, mode in enumerate(sharing) if mode in ("reuse", "reuse_but_indexer")}
-    return tuple(None if number in others else kind for number, kind in enumerate(layer_kinds(config)))
+    others |= {
+        number
+        for number, mode in enumerate(sharing)
+        if mode in ("reuse", "reuse_but_indexer")
+    }
+    return tuple(
+        None if number in others else kind
+        for number, kind in enumerate(layer_kinds(config))
+    )
 
 
 def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
     """Return each layer's number of cached convolutions and states, 0 if none."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     counts = of_layers(config, "number_of_conv_states")
-    return tuple((count or 1) if kind in STATEFUL_LAYERS else 0 for kind, count in zip(types, counts, strict=True))
+    return tuple(
+        (count or 1) if kind in STATEFUL_LAYERS else 0
+        for kind, count in zip(types, counts, strict=True)
+    )
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
     """Return the config's factor on the head's output (Cohere, Granite, Inkling, Muse); 1 if none."""
     config = text_config(config)
-    divisors = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier"))
-    factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "output_multiplier"))
+    divisors = (
+        getattr(config, name, None) or 1.0
+        for name in ("logits_scaling", "logits_mup_width_multiplier")
+    )
+    factors = (
+        getattr(config, name, None) or 1.0
+        for name in ("logit_scale", "output_multiplier")
+    )
     return math.prod(factors) / math.prod(divisors)
 
 
@@ -148,7 +214,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     inside = "."
     for path, module in model.named_modules():  # a module comes before what it holds
-        if isinstance(module, GradientCheckpointingLayer) and not path.startswith(inside):
+        if isinstance(module, GradientCheckpointingLayer) and not path.startswith(
+            inside
+        ):
             found[path], inside = module, f"{path}."
     return found or _listed_layers(model)
 
@@ -165,10 +233,16 @@ def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the submodel from tokens to hidden states, of a multimodal model the text's; else the model."""
-    inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    inner_models = [
+        child for child in model.children() if isinstance(child, PreTrainedModel)
+    ]
     inner = inner_models[0] if inner_models else model
     nested: Any = inner if inner is model else inner.get_decoder()
-    if len(inner_models) > 1 and isinstance(own := model.get_decoder(), PreTrainedModel) and own is not model:
+    if (
+        len(inner_models) > 1
+        and isinstance(own := model.get_decoder(), PreTrainedModel)
+        and own is not model
+    ):
         return decoder_of(own)  # the towers are beside a whole language model (Llama 4)
     return nested if isinstance(nested, PreTrainedModel) else inner
 
@@ -181,5 +255,13 @@ def inner_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     decoder: nn.Module = decoder_of(model)
-    below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
-    return [child for child in below if all(module is not decoder for module in child.modules())]
+    below = [
+        child
+        for child in inner_of(model).children()
+        if isinstance(child, PreTrainedModel)
+    ]
+    return [
+        child
+        for child in below
+        if all(module is not decoder for module in child.modules())
+    ]

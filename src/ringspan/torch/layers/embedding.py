@@ -24,9 +24,13 @@ _NUMBERS: Final = 1 << 23
 def sum_embedding_gradients(model: PreTrainedModel) -> None:
     """Make every embedding sum its gradient by ``embedding_gradient``, in place, also inside an adapter."""
     # An adapter looks up in its own forward, so the mode has to be around that.
-    outermost: nn.Module | None = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    outermost: nn.Module | None = (
+        model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    )
     for module in model.modules():
-        if module is outermost or (isinstance(module, nn.Embedding) and not own_gradient(module)):
+        if module is outermost or (
+            isinstance(module, nn.Embedding) and not own_gradient(module)
+        ):
             mix_in(module, _Summed)
 
 
@@ -34,16 +38,31 @@ def own_gradient(embedding: nn.Embedding) -> str:
     """Return the option that gives an embedding its own gradient or weights; empty if none."""
     if embedding.max_norm is not None:
         return f"max_norm={embedding.max_norm}"
-    return "sparse=True" if embedding.sparse else "scale_grad_by_freq=True" if embedding.scale_grad_by_freq else ""
+    return (
+        "sparse=True"
+        if embedding.sparse
+        else "scale_grad_by_freq=True"
+        if embedding.scale_grad_by_freq
+        else ""
+    )
 
 
-def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
+def embedding_gradient(
+    gradient: Tensor,
+    tokens: Tensor,
+    num_embeddings: int,
+    padding_idx: int | None = None,
+) -> Tensor:
     """Compute ``zeros(V, C).index_add_(0, tokens, gradient)`` in float64 on a CPU, float32 on CUDA.
 
     From rows' gradients (T, C) and their numbers (T,), except ``padding_idx``'s, to (V, C), rounded once to the dtype
     of ``gradient``. Works on some columns at a time: at most 8 M numbers in addition to the result.
     """
-    dtype = torch.float64 if gradient.device.type == "cpu" else accumulation_dtype(gradient.dtype)
+    dtype = (
+        torch.float64
+        if gradient.device.type == "cpu"
+        else accumulation_dtype(gradient.dtype)
+    )
     # Each column is a sum of its own, so any cut along C gives the same bits.
     columns = max(1, _NUMBERS // (num_embeddings + 2 * len(tokens)))
     total = gradient.new_empty(num_embeddings, gradient.shape[1])
@@ -63,8 +82,16 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
-        return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> object:
+        return (_look_up if func is functional.embedding else func)(
+            *args, **(kwargs or {})
+        )
 
 
 def _look_up(
@@ -78,7 +105,9 @@ def _look_up(
 ) -> Tensor:
     # Those have gradients, or weights, of their own; ``parallelize`` refuses them where they are the model's.
     if max_norm is not None or scale_grad_by_freq or sparse:
-        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return functional.embedding(
+            input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
     return _LookUp.apply(input, weight, padding_idx)
@@ -86,7 +115,9 @@ def _look_up(
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.num_embeddings, ctx.padding_idx = len(weight), padding_idx
         return functional.embedding(tokens, weight)
@@ -96,4 +127,10 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         [tokens] = ctx.saved_tensors
         rows = gradients[0].flatten(0, -2)
-        return None, embedding_gradient(rows, tokens.flatten(), ctx.num_embeddings, ctx.padding_idx), None
+        return (
+            None,
+            embedding_gradient(
+                rows, tokens.flatten(), ctx.num_embeddings, ctx.padding_idx
+            ),
+            None,
+        )

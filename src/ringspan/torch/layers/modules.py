@@ -14,7 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 
-_HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def hidden_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -28,7 +33,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def as_part(local: Tensor, of: DTensor) -> DTensor:
     """Return this rank's part of a tensor that is split like another."""
-    return DTensor.from_local(local, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride())
+    return DTensor.from_local(
+        local,
+        of.device_mesh,
+        of.placements,
+        run_check=False,
+        shape=of.shape,
+        stride=of.stride(),
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -40,7 +52,9 @@ def example_of(module: nn.Module) -> Tensor:
     """Return a tensor of a module's device and compute dtype: its first unpacked parameter, if any."""
     parameters = [*module.parameters()]
     types = (getattr(part, "compute_dtype", None) for part in module.modules())
-    dtype = next((each for each in types if isinstance(each, torch.dtype)), torch.float32)
+    dtype = next(
+        (each for each in types if isinstance(each, torch.dtype)), torch.float32
+    )
     plain = (parameter for parameter in parameters if parameter.is_floating_point())
     return next(plain, torch.empty(0, dtype=dtype, device=parameters[0].device))
 
@@ -84,12 +98,23 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
         behind = (
             mixin,
             type(
-                plain.__name__, (plain,), {"__module__": plain.__module__, "forward": lambda _, *a, **k: own(*a, **k)}
+                plain.__name__,
+                (plain,),
+                {
+                    "__module__": plain.__module__,
+                    "forward": lambda _, *a, **k: own(*a, **k),
+                },
             ),
         )
-    methods = {name: value for name, value in attributes.items() if inspect.isfunction(value)}
-    module.__class__ = type(plain.__name__, behind, {"__module__": plain.__module__, **methods})
-    vars(module).update({name: value for name, value in attributes.items() if name not in methods})
+    methods = {
+        name: value for name, value in attributes.items() if inspect.isfunction(value)
+    }
+    module.__class__ = type(
+        plain.__name__, behind, {"__module__": plain.__module__, **methods}
+    )
+    vars(module).update(
+        {name: value for name, value in attributes.items() if name not in methods}
+    )
 
 
 def refusing(why: str) -> Callable[..., Never]:
@@ -113,7 +138,9 @@ def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = own
 
 
-def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str = "") -> Callable[..., Any]:
+def seen_as(
+    plain: Callable[..., Any], forward: Callable[..., Any], without: str = ""
+) -> Callable[..., Any]:
     """Give a forward the signature of another, less one parameter: Trainer and ``generate`` inspect it."""
 
     @wraps(plain)
@@ -123,7 +150,9 @@ def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str
     signature = inspect.signature(plain)
     shown: Any = seen
     shown.__signature__ = signature.replace(
-        parameters=[each for name, each in signature.parameters.items() if name != without]
+        parameters=[
+            each for name, each in signature.parameters.items() if name != without
+        ]
     )
     return seen
 
@@ -137,7 +166,11 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return the forward below our mixins: the class's, or the module's own."""
     if "forward" in vars(module):
         return vars(module)["forward"]
-    kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind) and not issubclass(kind, Mixin))
+    kinds = (
+        kind
+        for kind in type(module).__mro__
+        if "forward" in vars(kind) and not issubclass(kind, Mixin)
+    )
     return vars(next(kinds))["forward"]
 
 

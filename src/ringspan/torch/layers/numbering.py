@@ -23,7 +23,8 @@ def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
     found = [
         module
         for module in decoder.modules()
-        if isinstance(module, nn.Embedding) and _POSITIONS in inspect.signature(forward_of(module)).parameters
+        if isinstance(module, nn.Embedding)
+        and _POSITIONS in inspect.signature(forward_of(module)).parameters
     ]
     return found[0] if len(found) == 1 else None
 
@@ -39,7 +40,8 @@ def number_tokens(decoder: PreTrainedModel) -> None:
             if isinstance(first := getattr(module, "padding_idx", None), int):
                 if isinstance(table, nn.Embedding):
                     mix_in(table, _Behind, offset=first + 1)
-                elif takes_positions(module) and table is None:  # it is the table itself (Kosmos 2.5)
+                # it is the table itself (Kosmos 2.5)
+                elif takes_positions(module) and table is None:
                     mix_in(module, _Counting, offset=first + 1)
 
 
@@ -50,18 +52,30 @@ def counts_real_tokens(decoder: nn.Module) -> bool:
 
 
 def first_position(decoder: nn.Module) -> int:
-    return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)
+    return next(
+        (module.offset for module in decoder.modules() if isinstance(module, _Behind)),
+        0,
+    )
 
 
 def skipped_token(decoder: nn.Module) -> int | None:
     """Return the pad token that a decoder skips when counting positions; None if it counts all."""
-    return next((module.offset - 1 for module in decoder.modules() if isinstance(module, _Behind)), None)
+    return next(
+        (
+            module.offset - 1
+            for module in decoder.modules()
+            if isinstance(module, _Behind)
+        ),
+        None,
+    )
 
 
 @contextmanager
 def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a decoder's arguments: with positions (B, T), or without while its embedding holds them."""
-    table: Any = next((module for module in decoder.modules() if isinstance(module, _Told)), None)
+    table: Any = next(
+        (module for module in decoder.modules() if isinstance(module, _Told)), None
+    )
     if takes_positions(decoder):
         yield given
         return
@@ -103,4 +117,5 @@ class _Behind(Mixin):
 
 class _Counting(_Behind):
     def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Tensor:
-        return super(_Behind, self).forward(*args, position_ids=self.rows(position_ids), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        kwargs["position_ids"] = self.rows(position_ids)
+        return super(_Behind, self).forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

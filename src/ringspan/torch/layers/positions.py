@@ -23,14 +23,18 @@ _PLACED: Final = ("beam", "hunyuan")
 def num_learned_positions(decoder: nn.Module) -> int | None:
     """Return the size of a decoder's shortest learned table; None if positions are rotary or absent."""
     tables = [
-        module.num_embeddings - getattr(module, "offset", 0)  # OPT leaves the first rows unused
+        module.num_embeddings
+        - getattr(module, "offset", 0)  # OPT leaves the first rows unused
         for name, module in decoder.named_modules()
-        if isinstance(module, nn.Embedding) and ("pos" in (last := name.rpartition(".")[2]) or last == "wpe")
+        if isinstance(module, nn.Embedding)
+        and ("pos" in (last := name.rpartition(".")[2]) or last == "wpe")
     ]
     return min(tables, default=None)
 
 
-def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> UnsupportedError | None:
+def beyond_table(
+    model: PreTrainedModel, decoder: nn.Module, length: int
+) -> UnsupportedError | None:
     """Return the error if ``length`` tokens exceed the model's learned table; None if they fit."""
     limit = num_learned_positions(decoder)
     if limit is None or length <= limit:
@@ -47,7 +51,11 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
     if not isinstance(limit, int):
         return None
     # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
-    factors = [each.get("factor", 1.0) for each in _rope_tables(config) if each.get("rope_type") == "dynamic"]
+    factors = [
+        each.get("factor", 1.0)
+        for each in _rope_tables(config)
+        if each.get("rope_type") == "dynamic"
+    ]
     return int(limit * max(factors, default=1.0))
 
 
@@ -62,10 +70,19 @@ def check_text(model: RingModel, prompt: int, new: int, *, says: bool) -> None:
         )
     config = text_config(model.config)
     made_for = num_trained_positions(config)
-    if made_for is None or prompt + new <= made_for or not says or getattr(model, "ring_said_text_length", False):
+    if (
+        made_for is None
+        or prompt + new <= made_for
+        or not says
+        or getattr(model, "ring_said_text_length", False)
+    ):
         return
     model.ring_said_text_length = True
-    scale = "; scale them (config.rope_parameters) or expect worse text" if _rope_tables(config)[0] else ""
+    scale = (
+        "; scale them (config.rope_parameters) or expect worse text"
+        if _rope_tables(config)[0]
+        else ""
+    )
     logger.warning(
         "a prompt of %d tokens with %d new ones is longer than the %d positions that this model was made for%s",
         prompt,
@@ -87,8 +104,16 @@ def note_length(model: RingModel, length: int, *, says: bool) -> None:
     )
     noted = getattr(model, "ring_trained_length", None)
     if says and noted is None:
-        remedy = "scale them (ringspan train: model.rope; transformers: config.rope_parameters); " if rope[0] else ""
-        then = f"stays {limit}, since its frequencies depend on it" if keeps else "is saved as the longest of them"
+        remedy = (
+            "scale them (ringspan train: model.rope; transformers: config.rope_parameters); "
+            if rope[0]
+            else ""
+        )
+        then = (
+            f"stays {limit}, since its frequencies depend on it"
+            if keeps
+            else "is saved as the longest of them"
+        )
         logger.warning(
             "sequences of %d tokens are longer than the %d positions that this model was made for; %s"
             "its max_position_embeddings %s",
@@ -103,7 +128,10 @@ def note_length(model: RingModel, length: int, *, says: bool) -> None:
 @contextmanager
 def as_trained(model: PreTrainedModel) -> Iterator[None]:
     """Set the trained length in the config while saving only: computation never depends on it."""
-    config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
+    config, length = (
+        text_config(model.config),
+        getattr(model, "ring_trained_length", None),
+    )
     before = getattr(config, "max_position_embeddings", None)
     if length is not None:
         config.max_position_embeddings = length
@@ -140,14 +168,24 @@ def rotates(config: PreTrainedConfig) -> bool:
 def may_begin_anywhere(model: RingModel) -> bool:
     """Return True if rows of one length may begin at any position: only distances matter, or none."""
     config, decoder = text_config(model.config), decoder_on_ring(model)
-    has_none = model.ring_stateful and num_learned_positions(decoder) is None and not _rope_tables(config)[0]
+    has_none = (
+        model.ring_stateful
+        and num_learned_positions(decoder) is None
+        and not _rope_tables(config)[0]
+    )
     return has_none or _counts_distances(config) or counts_real_tokens(decoder)
 
 
 def _counts_distances(config: PreTrainedConfig) -> bool:
     rope = _rope_tables(config)
-    scales = getattr(config, "attn_temperature_tuning", False) or any(each.get("llama_4_scaling_beta") for each in rope)
-    return (bool(rope[0]) or hasattr(config, "rotary_dim")) and not scales and not config.model_type.startswith(_PLACED)
+    scales = getattr(config, "attn_temperature_tuning", False) or any(
+        each.get("llama_4_scaling_beta") for each in rope
+    )
+    return (
+        (bool(rope[0]) or hasattr(config, "rotary_dim"))
+        and not scales
+        and not config.model_type.startswith(_PLACED)
+    )
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -29,7 +29,11 @@ def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
 
 
 def is_rotary(module: nn.Module) -> bool:
-    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+    names = [
+        name
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
     if not names or isinstance(module, _ChunkedTables):
         return False
     buffer = getattr(module, names[0])
@@ -37,12 +41,23 @@ def is_rotary(module: nn.Module) -> bool:
     if buffer.is_meta:
         return True
     # Gemma 3 has a table for each kind of layer, and is asked for it by name.
-    kinds = {name.removesuffix("original_inv_freq").removesuffix("inv_freq").removesuffix("_") for name in names}
+    kinds = {
+        name.removesuffix("original_inv_freq")
+        .removesuffix("inv_freq")
+        .removesuffix("_")
+        for name in names
+    }
     positions = torch.arange(3, device=buffer.device).unsqueeze(0)
     try:
         for kind in kinds:
-            tables = module(torch.zeros(1, device=buffer.device), positions, *([kind] if kind else []))
-            if len(tables) != 2 or any(table.ndim != 3 or table.shape[:2] != (1, 3) for table in tables):
+            tables = module(
+                torch.zeros(1, device=buffer.device),
+                positions,
+                *([kind] if kind else []),
+            )
+            if len(tables) != 2 or any(
+                table.ndim != 3 or table.shape[:2] != (1, 3) for table in tables
+            ):
                 return False
     except Exception:  # whatever it raises: it is called in another way
         return False
@@ -52,13 +67,19 @@ def is_rotary(module: nn.Module) -> bool:
 class _ChunkedTables(nn.Module):
     rotary_length: int | None = None
 
-    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def forward(
+        self: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (B, T, D) of positions (B, T), or (3, B, T) in Qwen 3.5; equal rows share memory."""
         rows = position_ids.shape[-2]
         # Mostly all sequences have the same positions: one table then does.
         alike = rows > 1 and bool((position_ids == position_ids[..., :1, :]).all())
         positions = position_ids[..., :1, :] if alike else position_ids
-        length = int(positions.max()) + 1 if self.rotary_length is None else self.rotary_length
+        length = (
+            int(positions.max()) + 1
+            if self.rotary_length is None
+            else self.rotary_length
+        )
         # The last position of the whole sequence, by which dynamic scaling and longrope choose their frequencies.
         last = positions.new_full((*positions.shape[:-1], 1), length - 1)
         tables: list[Tensor] = []
@@ -66,7 +87,10 @@ class _ChunkedTables(nn.Module):
             # Padding lies behind the end, where it would pass for a longer sequence.
             part = positions[..., start : start + _CHUNK_TOKENS].clamp_max(length - 1)
             made = super().forward(x, torch.cat((part, last), -1), *args, **kwargs)
-            tables = tables or [table.new_empty((*positions.shape[-2:], table.shape[-1])) for table in made]
+            tables = tables or [
+                table.new_empty((*positions.shape[-2:], table.shape[-1]))
+                for table in made
+            ]
             for table, new in zip(tables, made, strict=True):
                 table[:, start : start + part.shape[-1]] = new[:, :-1]
         cos, sin = (table.expand(rows, -1, -1) if alike else table for table in tables)

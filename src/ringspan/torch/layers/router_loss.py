@@ -37,23 +37,35 @@ class RouterLoss(NamedTuple):
     coefficient: str
     recorder: RouterRecorder
 
-    def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    def __call__(
+        self,
+        scores: Sequence[Tensor],
+        real: Tensor,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> Tensor:
         """Compute the loss of all ranks' scores (T, E) of layers and real tokens (T,); its gradient is local."""
         if not scores:
-            raise UnsupportedError("output_router_logits=True: no layer of this model has a router; leave it out")
+            raise UnsupportedError(
+                "output_router_logits=True: no layer of this model has a router; leave it out"
+            )
         weights = real.to(torch.float32).unsqueeze(1)
         chosen = scores[0].new_zeros(self.num_experts, dtype=torch.float32)
         probabilities = chosen.clone()
         for layer in scores:
             each = torch.softmax(layer.flatten(0, -2), dim=-1)
             experts = each.topk(self.num_chosen, dim=-1).indices
-            counts = torch.zeros_like(chosen).scatter_add(0, experts.flatten(), weights.expand_as(experts).flatten())
-            chosen = chosen + counts  # not counted on from layer to layer: float32 does not count beyond 2^24
+            counts = torch.zeros_like(chosen).scatter_add(
+                0, experts.flatten(), weights.expand_as(experts).flatten()
+            )
+            # not counted on from layer to layer: float32 does not count beyond 2^24
+            chosen = chosen + counts
             probabilities = probabilities + (each.float() * weights).sum(0)
         rows = weights.sum().view(1) * len(scores)
         # All three in one message. The gradient of counts is zero, as in transformers, whose counts are of a choice.
         total = Sum.apply(torch.cat((probabilities, chosen, rows)), list(groups))
-        probabilities, chosen, rows = total.split((self.num_experts, self.num_experts, 1))
+        probabilities, chosen, rows = total.split(
+            (self.num_experts, self.num_experts, 1)
+        )
         return self.num_experts * ((chosen / rows) * (probabilities / rows)).sum()
 
 
@@ -61,8 +73,14 @@ def find_router_loss(view: ModelView) -> RouterLoss | None:
     """Return the auxiliary loss of the model's own forward, compared on made-up scores, else None."""
     model = view.model
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
-    experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
-    if coefficient is None or not isinstance(experts, int) or not isinstance(chosen, int):
+    experts, chosen = (
+        getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok")
+    )
+    if (
+        coefficient is None
+        or not isinstance(experts, int)
+        or not isinstance(chosen, int)
+    ):
         return None
     loss = RouterLoss(experts, chosen, coefficient, RouterRecorder(experts))
     # By trial: a model with the same attributes may weigh its experts in another way.
@@ -78,12 +96,18 @@ def no_router_loss(name: str) -> UnsupportedError:
 def refuse_router_loss(view: ModelView) -> None:
     """Raise UnsupportedError for a config that asks for routers' loss in a model without loss."""
     if getattr(view.decoder.config, "output_router_logits", False):
-        raise UnsupportedError(f"{view.name}: output_router_logits=True has no loss to be added to; set it to False")
+        raise UnsupportedError(
+            f"{view.name}: output_router_logits=True has no loss to be added to; set it to False"
+        )
 
 
 def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
     """Return the auxiliary loss if the caller, else the config, asks for it; UnsupportedError without."""
-    if not (getattr(text_config(model.config), "output_router_logits", False) if asked is None else asked):
+    if not (
+        getattr(text_config(model.config), "output_router_logits", False)
+        if asked is None
+        else asked
+    ):
         return None
     if model.ring_router is None:
         raise no_router_loss(class_name(model))
@@ -100,20 +124,31 @@ def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
 
 
 def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
-    wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
+    wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get(
+        "router_logits", []
+    )
     for spec in wanted if isinstance(wanted, list) else [wanted]:
         kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 1)
         inside = getattr(spec, "layer_name", None)
         for path, module in decoder.named_modules():
-            if isinstance(module, kind) and (inside is None or f".{inside.strip('.')}." in f".{path}."):
+            if isinstance(module, kind) and (
+                inside is None or f".{inside.strip('.')}." in f".{path}."
+            ):
                 loss.recorder.attach(module, index)
 
 
 @torch.compiler.disable()
-def real_tokens_of(model: RingModel, positions: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+def real_tokens_of(
+    model: RingModel, positions: Tensor, length: int, document_lengths: Tensor | None
+) -> Tensor:
     """Return the mask (B, T) of local tokens within their documents: not padding of the layout."""
     ring = model.ring_axis
-    split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
+    split = BatchLayout.of(
+        model.ring_layout,
+        ring.size() * positions.shape[1],
+        ring.size(),
+        document_lengths,
+    )
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)
     ends: Any = length if document_lengths is None else ends_of(document_lengths)
     return (everywhere < ends).expand(positions.shape)
@@ -128,14 +163,24 @@ def _agrees(view: ModelView, loss: RouterLoss) -> bool:
     tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)
     # Made-up outputs of decoder and head, so that the loss alone is tried, and no weight need be there.
     hidden, logits = torch.zeros(1, 5, size), torch.zeros(1, 5, vocabulary)
-    scores: Any = tuple(torch.randn(5, loss.num_experts, generator=generator) for _ in range(2))
+    scores: Any = tuple(
+        torch.randn(5, loss.num_experts, generator=generator) for _ in range(2)
+    )
     output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=scores)
     call = partial(model, input_ids=tokens, labels=tokens)
     try:
-        with instead(decoder, lambda *_, **__: output), instead(head, lambda *_, **__: logits):
-            found, plain = call(output_router_logits=True), call(output_router_logits=False)
+        with (
+            instead(decoder, lambda *_, **__: output),
+            instead(head, lambda *_, **__: logits),
+        ):
+            found, plain = (
+                call(output_router_logits=True),
+                call(output_router_logits=False),
+            )
         ours = loss(scores, torch.ones(5, dtype=torch.bool), [])
         expected = plain.loss + getattr(model, loss.coefficient) * ours
-        return torch.allclose(found.aux_loss, ours) and torch.allclose(found.loss, expected)
+        return torch.allclose(found.aux_loss, ours) and torch.allclose(
+            found.loss, expected
+        )
     except Exception:  # whatever a model raises that computes it in another way
         return False

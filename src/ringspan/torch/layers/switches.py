@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from torch import nn
 
-_NAMES: Final = ("training", "p", "rotary_length", "_active_adapter", "_disable_adapters", "scaling")
+_NAMES: Final = (
+    "training",
+    "p",
+    "rotary_length",
+    "_active_adapter",
+    "_disable_adapters",
+    "scaling",
+)
 """Training mode, a dropout rate, the length of rotary tables; PEFT's active adapters, their switch and scale."""
 _PLAIN: Final = (bool, int, float, str, list, dict, type(None))
 _ABSENT: Final = object()
@@ -20,9 +27,17 @@ class Switches:
 
     def __init__(self, module: nn.Module) -> None:
         parts = [*module.modules()]
-        self._attributes = [(vars(part), name) for part in parts for name in _NAMES if name in vars(part)]
+        self._attributes = [
+            (vars(part), name)
+            for part in parts
+            for name in _NAMES
+            if name in vars(part)
+        ]
         self._parameters = [
-            (part._parameters, name) for part in parts for name, each in part._parameters.items() if each is not None
+            (part._parameters, name)
+            for part in parts
+            for name, each in part._parameters.items()
+            if each is not None
         ]
 
     def noted(self) -> Callable[[], Any]:
@@ -35,7 +50,9 @@ class Switches:
             if before == values and others == trained:
                 yield
                 return
-            own = [attributes.get(name, _ABSENT) for attributes, name in self._attributes]
+            own = [
+                attributes.get(name, _ABSENT) for attributes, name in self._attributes
+            ]
             held = [each.get(name) for each, name in self._parameters]
             self._set(values)
             _require(held, trained)
@@ -50,7 +67,10 @@ class Switches:
         return as_then
 
     def _values(self) -> list[Any]:
-        return [_copied(attributes.get(name, _ABSENT)) for attributes, name in self._attributes]
+        return [
+            _copied(attributes.get(name, _ABSENT))
+            for attributes, name in self._attributes
+        ]
 
     def _trained(self) -> list[bool]:
         held = (each.get(name) for each, name in self._parameters)

@@ -27,7 +27,8 @@ class ModelView:
     model: PreTrainedModel
     decoder: PreTrainedModel
     """From tokens to hidden states, the text's in a multimodal model; the model itself if it has none inside."""
-    layers: dict[str, nn.Module]  # the decoder's layers by their paths in it: units of checkpointing and gathering
+    # the decoder's layers by their paths in it: units of checkpointing and gathering
+    layers: dict[str, nn.Module]
     stateful: dict[str, nn.Module]
     """The decoder's modules whose recurrence or convolution is computed over spans, by their paths in it."""
     own_attention: dict[nn.Module, type[Any]]
@@ -35,7 +36,8 @@ class ModelView:
     head: nn.Module | None  # output embedding; None if the model ends in hidden states
     is_classifier: bool  # True if it maps sequences or tokens to labels by one linear layer after its decoder
     inner: PreTrainedModel  # the model below the head, with towers and decoder
-    towers: tuple[PreTrainedModel, ...]  # models other than the decoder, for images or sound
+    # models other than the decoder, for images or sound
+    towers: tuple[PreTrainedModel, ...]
 
     @property
     def name(self) -> str:
@@ -46,7 +48,9 @@ class RingModel(_Model):
     """Attributes that ``parallelize`` adds to a model."""
 
     ring_mesh: DeviceMesh
-    ring_axis: DeviceMesh  # the mesh's ring, of which torch would make a new mesh each time
+    ring_axis: (
+        DeviceMesh  # the mesh's ring, of which torch would make a new mesh each time
+    )
     ring_layout: BatchLayoutName
     ring_folds: int  # parts of each sequence that ranks compute one after the other
     ring_step: StepConfig  # the options of ``parallelize``
@@ -54,24 +58,37 @@ class RingModel(_Model):
     ring_configs: tuple[Any, ...]  # each config and its fields of then (``ConfigCopy``)
     ring_number: str  # an identity among the models of the mesh
     ring_structure: dict[nn.Module, dict[str, None]]  # parameter names of each module
-    ring_buffers: list[tuple[str, nn.Module, str]]  # path, module and name of each buffer of the layers
+    # path, module and name of each buffer of the layers
+    ring_buffers: list[tuple[str, nn.Module, str]]
     ring_loss_function: Callable[..., Any]  # the model's own of then
     ring_is_generating = False  # True while weights may be whole between passes
-    ring_media: Any = None  # kind of the model's image inputs (``Kind``); None if it takes none
+    ring_media: Any = (
+        None  # kind of the model's image inputs (``Kind``); None if it takes none
+    )
 
-    ring_trained_length: int | None  # longest text that it was trained on beyond its positions (``note_length``)
+    # longest text that it was trained on beyond its positions (``note_length``)
+    ring_trained_length: int | None
     ring_said_text_length: bool
-    ring_said_evaluation = False  # True once a log line has said what evaluation mode leaves out
+    ring_said_evaluation = (
+        False  # True once a log line has said what evaluation mode leaves out
+    )
     ring_loss: LossOptions
-    ring_vocabularies: tuple[int, int]  # vocabulary sizes of the input embedding and the head
-    ring_skipped: int | None  # token that the model's own forward skips when counting positions
-    ring_head_parts: tuple[str, ...] = ()  # modules that make logits, if more than the output embedding
+    # vocabulary sizes of the input embedding and the head
+    ring_vocabularies: tuple[int, int]
+    # token that the model's own forward skips when counting positions
+    ring_skipped: int | None
+    ring_head_parts: tuple[
+        str, ...
+    ] = ()  # modules that make logits, if more than the output embedding
     ring_head: Any  # kind of head tried out last
     ring_stateful: bool  # True if layers have states or convolutions
-    ring_min_shared: int | None  # tokens that a trainer's rows must begin with alike to share them; None if no rows do
+    # tokens that a trainer's rows must begin with alike to share them; None if no rows do
+    ring_min_shared: int | None
     ring_no_tree: str  # part of the model that takes no trees of segments; empty if all of it does
     ring_compiled: bool  # True if layers are compiled
-    ring_router: Any  # auxiliary loss of a mixture of experts (``RouterLoss``); None if absent
+    ring_router: (
+        Any  # auxiliary loss of a mixture of experts (``RouterLoss``); None if absent
+    )
 
 
 def decoder_on_ring(model: RingModel) -> PreTrainedModel:

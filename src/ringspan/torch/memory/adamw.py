@@ -23,13 +23,17 @@ class _OneByOne(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None if closure is None else torch.enable_grad()(closure)()
-        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        parameters = [
+            (p, group) for group in self.param_groups for p in group["params"]
+        ]
         for number, (p, group) in enumerate(parameters, start=1):
             if p.grad is not None:
                 self._update(p, local_part(p.grad), group, number)
         return loss
 
-    def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int
+    ) -> None:
         raise NotImplementedError
 
 
@@ -40,11 +44,15 @@ class HostAdamW(_OneByOne):
     moments and weights that all steps add to; the device gets them rounded to the parameter's dtype.
     """
 
-    def __init__(self, params: ParamsT, *, masters: bool = False, **options: Any) -> None:
+    def __init__(
+        self, params: ParamsT, *, masters: bool = False, **options: Any
+    ) -> None:
         super().__init__(params, **options)
         self._masters = masters
 
-    def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int
+    ) -> None:
         local, state = local_part(p), self.state[p]
         if not state:
             dtype = torch.float32 if self._masters else local.dtype
@@ -61,7 +69,9 @@ class HostAdamW(_OneByOne):
         packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, state in packed["state"].items():
-            packed["state"][index] = {name: _like(value, parameters[index]) for name, value in state.items()}
+            packed["state"][index] = {
+                name: _like(value, parameters[index]) for name, value in state.items()
+            }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,13 +97,20 @@ class RoundingAdamW(_OneByOne):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dtype not in (torch.bfloat16, torch.float32):
-                    raise ConfigError(f"parameters of {p.dtype} cannot be rounded at random; use bfloat16")
+                    raise ConfigError(
+                        f"parameters of {p.dtype} cannot be rounded at random; use bfloat16"
+                    )
 
-    def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int
+    ) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {
+                name: torch.zeros_like(p, dtype=torch.float32)
+                for name in ("exp_avg", "exp_avg_sq")
+            }
         weight = local_part(p)
         exact = weight.float()
         moments = {name: local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")}
@@ -113,7 +130,9 @@ class RoundingAdamW(_OneByOne):
 def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 to bfloat16 at random with mean ``x``; exact values stay."""
     bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    noise = torch.randint(
+        0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32
+    )
     # The lower half, with noise below one unit of the upper half added, carries into it in proportion.
     cut = ((bits + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
@@ -121,18 +140,31 @@ def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Keep state float32 after ``load_state_dict``, which casts it to the parameter's dtype."""
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    indices = [
+        index for group in state_dict["param_groups"] for index in group["params"]
+    ]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, p in zip(indices, parameters, strict=True):
         for name, value in state_dict["state"].get(index, {}).items():
             if name != "step":
-                optimizer.state[p][name] = value.to(device=p.device, dtype=torch.float32)
+                optimizer.state[p][name] = value.to(
+                    device=p.device, dtype=torch.float32
+                )
 
 
-def _step(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def _step(
+    weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+) -> None:
     beta1, beta2 = group["betas"]
     options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
+    tensors = (
+        [weight],
+        [gradient],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [state["step"]],
+    )
     adamw(*tensors, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **options)
 
 
@@ -146,17 +178,26 @@ def _like(value: Tensor, p: Tensor) -> Tensor:
     return as_part(value.to(local_part(p).device), p)
 
 
-_sharded: Final[WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]]] = WeakKeyDictionary()
+_sharded: Final[WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]]] = (
+    WeakKeyDictionary()
+)
 
 
 def is_local(optimizer: Optimizer) -> bool:
-    return any(kind.__module__.startswith("bitsandbytes.optim") for kind in type(optimizer).__mro__)
+    return any(
+        kind.__module__.startswith("bitsandbytes.optim")
+        for kind in type(optimizer).__mro__
+    )
 
 
 def give_shards(optimizer: Any) -> None:
     """Put this rank's shards in an optimizer; UnsupportedError if it takes norms of whole weights."""
     take_back(optimizer)  # a step that has raised
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if not any(
+        isinstance(p, DTensor)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ):
         return
     arguments = getattr(optimizer, "args", None)
     if getattr(arguments, "max_unorm", 0.0) > 0:
@@ -172,7 +213,9 @@ def give_shards(optimizer: Any) -> None:
 
 
 def take_back(optimizer: Any) -> None:
-    for group, params in zip(optimizer.param_groups, _sharded.pop(optimizer, []), strict=False):
+    for group, params in zip(
+        optimizer.param_groups, _sharded.pop(optimizer, []), strict=False
+    ):
         for p, shard in zip(params, group["params"], strict=True):
             if shard is p:
                 continue
@@ -186,7 +229,11 @@ def own_state(optimizer: Any) -> dict[str, Tensor]:
     """Return a rank's own state to save, by place of the parameter: packed by blocks of its shard."""
     if not is_local(optimizer):
         return {}
-    states = [optimizer.state.get(p) or {} for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        optimizer.state.get(p) or {}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
     return {
         f"optimizer/{place}/{key}": torch.as_tensor(value)
         for place, state in enumerate(states)
@@ -207,8 +254,9 @@ def take_counts(optimizer: Any, loaded: dict[str, Tensor]) -> None:
 def _shard_of(optimizer: Any, p: nn.Parameter) -> nn.Parameter:
     if not isinstance(p, DTensor):
         return p
+    # its kernels take no tensor without numbers
     shard = nn.Parameter(local_part(p.detach()), requires_grad=p.requires_grad)
-    if p.grad is not None and shard.numel():  # its kernels take no tensor without numbers
+    if p.grad is not None and shard.numel():
         shard.grad = local_part(p.grad).contiguous()
     if p in optimizer.state:
         optimizer.state[shard] = optimizer.state.pop(p)

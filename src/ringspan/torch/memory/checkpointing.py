@@ -6,14 +6,23 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.costs import LayerSizes, saved_bytes
 from ringspan.core.errors import ConfigError
-from ringspan.core.names import CHECKPOINT_NAMES, CheckpointName, OffloadName, checkpoint_name, offload_name
+from ringspan.core.names import (
+    CHECKPOINT_NAMES,
+    CheckpointName,
+    OffloadName,
+    checkpoint_name,
+    offload_name,
+)
 from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
 from ringspan.torch.layers.decoder import head_counts, head_sizes
@@ -47,15 +56,26 @@ def choose_checkpoint(
     # ConfigError, which says what it needs, if not even the last fits.
     # From what computes least again to what keeps least; the last attempt is what the message tells of.
     needed, sharing = 0, 1
-    layers, an_input, sizes = config.num_hidden_layers, dtype.itemsize * config.hidden_size, layer_sizes(config, tp)
-    segments = (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
+    layers, an_input, sizes = (
+        config.num_hidden_layers,
+        dtype.itemsize * config.hidden_size,
+        layer_sizes(config, tp),
+    )
+    segments = (
+        (layers_per_checkpoint,) if layers_per_checkpoint else segment_sizes(layers)
+    )
     for policy in CHECKPOINT_NAMES:
         for sharing in (1,) if policy == "none" else segments:
             saved = saved_bytes(
-                sizes, dtype.itemsize, policy, layers=layers, layers_per_checkpoint=sharing,
+                sizes,
+                dtype.itemsize,
+                policy,
+                layers=layers,
+                layers_per_checkpoint=sharing,
                 feedforward_in_chunks=feedforward_in_chunks,
-            )  # fmt: skip
-            needed = tokens * (saved + (sharing - 1) * an_input)  # in backward a segment's other inputs are there too
+            )
+            # in backward a segment's other inputs are there too
+            needed = tokens * (saved + (sharing - 1) * an_input)
             if needed <= budget_bytes:
                 return policy, sharing
     raise ConfigError(
@@ -65,16 +85,29 @@ def choose_checkpoint(
     )
 
 
-def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
+def check_checkpointing(
+    model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int
+) -> None:
     """Raise ConfigError for an unknown policy, no checkpointing, or nothing to offload or to segment."""
     if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
-        raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
+        raise ConfigError(
+            f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'"
+        )
     check_segments(checkpoint_name(policy), layers_per_checkpoint)
     if policy != "none" and not model.supports_gradient_checkpointing:
-        raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
-    if policy == "none" and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        has_new_name = hasattr(model, "activation_checkpointing_disable")  # since transformers 5.23
-        turn_off = "activation_checkpointing_disable" if has_new_name else "gradient_checkpointing_disable"
+        raise ConfigError(
+            f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'"
+        )
+    if policy == "none" and any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ):
+        # since transformers 5.23
+        has_new_name = hasattr(model, "activation_checkpointing_disable")
+        turn_off = (
+            "activation_checkpointing_disable"
+            if has_new_name
+            else "gradient_checkpointing_disable"
+        )
         raise ConfigError(
             f"checkpoint='none', but the model's own checkpointing is on; call model.{turn_off}() before, or use "
             "checkpoint='full'"
@@ -82,7 +115,10 @@ def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layer
 
 
 def checkpoint_layers(
-    view: ModelView, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
+    view: ModelView,
+    policy: CheckpointName,
+    offload: OffloadName = "none",
+    layers_per_checkpoint: int = 1,
 ) -> None:
     """Checkpoint every decoder layer of a Hugging Face model, by checked options.
 
@@ -94,26 +130,36 @@ def checkpoint_layers(
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_layer_attention)
+        options["context_fn"] = partial(
+            create_selective_checkpoint_contexts, _keep_layer_attention
+        )
     decoder, layers = view.decoder, [*view.layers.values()]
     checkpoint_all(decoder, options)
+    # it is computed again with its own
     for module in decoder.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module not in layers:  # it is computed again with its own
+        if isinstance(module, GradientCheckpointingLayer) and module not in layers:
             module.gradient_checkpointing = False
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
-    segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
+    segments = Segments(
+        layers_per_checkpoint, store, keeps_attention=policy == "attention"
+    )
     # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input. Layers by
     # themselves share one, since torch.compile would make a program for each.
     shared = partial(_checkpoint, partial(segments.checkpoint, decoder), options)
     is_shared = offload == "none" and layers_per_checkpoint == 1
     layer: Any
     for layer in layers:
-        layer._gradient_checkpointing_func = shared if is_shared else partial(segments.checkpoint, layer)
+        layer._gradient_checkpointing_func = (
+            shared if is_shared else partial(segments.checkpoint, layer)
+        )
     mix_in(decoder, _InSegments, activation_segments=segments)
 
 
 def _checkpoint(
-    checkpoint: Callable[..., Any], in_programs: dict[str, Any], function: Callable[..., Any], *args: object
+    checkpoint: Callable[..., Any],
+    in_programs: dict[str, Any],
+    function: Callable[..., Any],
+    *args: object,
 ) -> object:
     """Checkpoint a layer, under torch.compile by its own way to keep an operator's result."""
     if torch.compiler.is_compiling():
@@ -139,5 +185,11 @@ class _InSegments(Mixin):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _keep_layer_attention(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator == _LAYER else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_layer_attention(
+    ctx: object, operator: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if operator == _LAYER
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -30,11 +30,16 @@ class Kept:
 
     def __init__(self, offload: OffloadName) -> None:
         # Without an order: neighbours in time are other layers', which nobody wants next.
-        self._store = Store(min_bytes=None if offload == "activations" else sys.maxsize, is_ordered=False)
+        self._store = Store(
+            min_bytes=None if offload == "activations" else sys.maxsize,
+            is_ordered=False,
+        )
         self._folds: dict[Hashable, dict[int, tuple[Any, ...]]] = defaultdict(dict)
 
     def put(self, call: Hashable, fold: int, *tensors: Tensor) -> None:
-        self._folds[call][fold] = tuple(self._store.put(_alone(x.detach())) for x in tensors)
+        self._folds[call][fold] = tuple(
+            self._store.put(_alone(x.detach())) for x in tensors
+        )
 
     def has(self, call: Hashable, fold: int) -> bool:
         return fold in self._folds[call]
@@ -46,7 +51,9 @@ class Kept:
                 kept.fetch()
 
     def get(self, call: Hashable, fold: int) -> tuple[Tensor, ...]:
-        return tuple(self._store.get(kept, again=True) for kept in self._folds[call][fold])
+        return tuple(
+            self._store.get(kept, again=True) for kept in self._folds[call][fold]
+        )
 
     def drop(self, call: Hashable, fold: int) -> None:
         self._folds[call].pop(fold, None)
@@ -58,7 +65,11 @@ class Kept:
 
 def _alone(x: Tensor) -> Tensor:
     """Return a tensor that keeps no larger one alive."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x.untyped_storage().nbytes() == x.nbytes
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 class Folds:
@@ -71,13 +82,20 @@ class Folds:
     """
 
     def __init__(
-        self, layouts: tuple[CustomLayout, ...], offload: OffloadName, *, keeps_results: bool, trains: bool = True
+        self,
+        layouts: tuple[CustomLayout, ...],
+        offload: OffloadName,
+        *,
+        keeps_results: bool,
+        trains: bool = True,
     ) -> None:
         self.layouts, self.keeps_results, self.trains = layouts, keeps_results, trains
         self.keys = Kept(offload)  # and values
-        self.gradients = Kept(offload)  # of these: the first as attention returns them, sums of more in float32
+        # of these: the first as attention returns them, sums of more in float32
+        self.gradients = Kept(offload)
         self.results = Kept(offload)  # and their log-sum-exp
-        self.states = Kept(offload)  # that the next fold begins with, and inputs of convolutions
+        # that the next fold begins with, and inputs of convolutions
+        self.states = Kept(offload)
         self.state_gradients = Kept(offload)
 
 
@@ -105,7 +123,8 @@ class Fold(NamedTuple):
 class _Call(NamedTuple):
     fold: Fold
     name: Hashable
-    specs: dict[int, str]  # attention to each fold: its own, then earlier ones, the last first
+    # attention to each fold: its own, then earlier ones, the last first
+    specs: dict[int, str]
 
 
 def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
@@ -123,15 +142,23 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
     sizes = fold.length, fold.layout.padded_length
     read = folds_read(own.mask, *sizes, fold.number)
     # Folds are of one size: what holds of a fold's own keys holds of others.
-    earlier = {each: str(replace(own, key_layout=fold.folds.layouts[each].spec)) for each in read}
+    earlier = {
+        each: str(replace(own, key_layout=fold.folds.layouts[each].spec))
+        for each in read
+    }
     specs = {fold.number: str(own)} | earlier
     if not fold.is_again:
-        if fold.folds.keys.has(name, fold.number) or fold.folds.results.has(name, fold.number):
-            raise UnsupportedError("an attention module that is called twice in a pass is not split into folds yet")
+        if fold.folds.keys.has(name, fold.number) or fold.folds.results.has(
+            name, fold.number
+        ):
+            raise UnsupportedError(
+                "an attention module that is called twice in a pass is not split into folds yet"
+            )
         if last_reader(own.mask, *sizes, fold.number) > fold.number:
             fold.folds.keys.put(name, fold.number, k, v)
     else:
-        fold.folds.keys.drop(name, fold.number)  # later folds had their turn, and its own are here
+        # later folds had their turn, and its own are here
+        fold.folds.keys.drop(name, fold.number)
     out = _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
     for each in () if fold.folds.trains else read:
         if last_reader(own.mask, *sizes, each) == fold.number:
@@ -144,7 +171,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, call: _Call
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        call: _Call,
     ) -> Tensor:
         fold, results = call.fold, call.fold.folds.results
 
@@ -164,20 +197,39 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [dout], (q, k, v, sinks, slopes, out, lse), call = gradients, ctx.saved_tensors, ctx.call
+        [dout], (q, k, v, sinks, slopes, out, lse), call = (
+            gradients,
+            ctx.saved_tensors,
+            ctx.call,
+        )
         number, folds = call.fold.number, call.fold.folds
         dtype = accumulation_dtype(q.dtype)
-        dq, dk, dv, dsinks = attend_backward(dout, q, k, v, sinks, slopes, out, lse, call.specs[number])
+        dq, dk, dv, dsinks = attend_backward(
+            dout, q, k, v, sinks, slopes, out, lse, call.specs[number]
+        )
         dq = dq.to(dtype)
         for each, spec in _earlier(call, folds.keys, folds.gradients):
-            dq += _of_earlier(call, each, (dout, q, *folds.keys.get(call.name, each), None, slopes, out, lse), spec)
+            dq += _of_earlier(
+                call,
+                each,
+                (dout, q, *folds.keys.get(call.name, each), None, slopes, out, lse),
+                spec,
+            )
         later = folds.gradients.pop(call.name, number)
-        dk, dv = (x if not later else later[i].to(dtype).add_(x).to(x.dtype) for i, x in enumerate((dk, dv)))
+        dk, dv = (
+            x if not later else later[i].to(dtype).add_(x).to(x.dtype)
+            for i, x in enumerate((dk, dv))
+        )
         return dq.to(q.dtype), dk, dv, None if sinks is None else dsinks, None, None
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, call: _Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    call: _Call,
 ) -> tuple[Tensor, Tensor]:
     """Merge attention to own keys, with the sinks, and to keys of earlier folds."""
     out, lse = attend_forward(q, k, v, sinks, slopes, call.specs[call.fold.number])
@@ -195,7 +247,9 @@ def _of_earlier(call: _Call, fold: int, given: tuple[Any, ...], spec: str) -> Te
     waiting = call.fold.folds.gradients
     dq, dk, dv, _ = attend_backward(*given, spec)
     before, dtype = waiting.pop(call.name, fold), accumulation_dtype(dk.dtype)
-    sums = [x if not before else before[i].to(dtype).add_(x) for i, x in enumerate((dk, dv))]
+    sums = [
+        x if not before else before[i].to(dtype).add_(x) for i, x in enumerate((dk, dv))
+    ]
     waiting.put(call.name, fold, *sums)
     return dq
 

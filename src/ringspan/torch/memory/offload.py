@@ -22,7 +22,13 @@ _AHEAD: Final = 3
 class Store:
     """Store of tensors, fetched best in reverse; parameters, integers and small ones stay, files vanish with theirs."""
 
-    def __init__(self, *, min_bytes: int | None = None, folder: str | None = None, is_ordered: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        min_bytes: int | None = None,
+        folder: str | None = None,
+        is_ordered: bool = True,
+    ) -> None:
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         self.folder, self._is_ordered = folder, is_ordered
         self.parked_bytes = 0  # over all time
@@ -31,10 +37,16 @@ class Store:
     def put(self, tensor: Tensor) -> "Tensor | _Parked":
         """Return a stand-in for the tensor, or the tensor itself if it stays."""
         # Parameters are there anyway, and small tensors cost more than they free.
-        if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
+        if (
+            isinstance(tensor, nn.Parameter)
+            or tensor.nbytes < max(1, self.min_bytes)
+            or not tensor.is_floating_point()
+        ):
             return tensor
         before = self._newest() if self._newest is not None else None
-        parked = _PLACES[rules_of(tensor.device).offloads_to](tensor, before, self.folder)
+        parked = _PLACES[rules_of(tensor.device).offloads_to](
+            tensor, before, self.folder
+        )
         # Weak: a pass that is dropped without backward takes what it parked with it.
         self._newest = weakref.ref(parked) if self._is_ordered else None
         self.parked_bytes += tensor.nbytes
@@ -49,7 +61,9 @@ class Store:
 
 
 class _Parked:
-    def __init__(self, tensor: Tensor, before: "_Parked | None", folder: str | None) -> None:
+    def __init__(
+        self, tensor: Tensor, before: "_Parked | None", folder: str | None
+    ) -> None:
         self._before = None if before is None else weakref.ref(before)
         self._wanted = True
 
@@ -75,14 +89,17 @@ class _Parked:
 
 
 class _Mapped(_Parked):
-    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+    def __init__(
+        self, tensor: Tensor, before: _Parked | None, folder: str | None
+    ) -> None:
         super().__init__(tensor, before, folder)
         with tempfile.TemporaryFile(prefix="ringspan-offload-", dir=folder) as file:
             _reserve(file.fileno(), tensor.nbytes, folder)
             self._map = mmap.mmap(file.fileno(), tensor.nbytes)
         self._view = torch.frombuffer(self._map, dtype=tensor.dtype).view(tensor.shape)
         self._view.copy_(tensor.detach())
-        self._advise("MADV_DONTNEED")  # the pages are the file's now, not this process's
+        # the pages are the file's now, not this process's
+        self._advise("MADV_DONTNEED")
 
     def fetch(self) -> None:
         self._advise("MADV_WILLNEED")
@@ -112,7 +129,9 @@ def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
 
 
 class _Pinned(_Parked):
-    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+    def __init__(
+        self, tensor: Tensor, before: _Parked | None, folder: str | None
+    ) -> None:
         super().__init__(tensor, before, folder)
         self._device = tensor.device
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
@@ -121,14 +140,18 @@ class _Pinned(_Parked):
         with torch.cuda.stream(stream):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-        source.record_stream(stream)  # its memory is not given to others before the copy is done
+        # its memory is not given to others before the copy is done
+        source.record_stream(stream)
 
     def fetch(self) -> None:
         if self._coming is not None:
             return
         stream = _stream(self._device)
-        tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # what last used that memory may still be running
+        tensor = torch.empty(
+            self._host.shape, dtype=self._host.dtype, device=self._device
+        )
+        # what last used that memory may still be running
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             tensor.copy_(self._host, non_blocking=True)
         tensor.record_stream(stream)
@@ -152,9 +175,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class _Nowhere(_Parked):
     """A tensor without memory, whose values are not needed, until it is fetched."""
 
-    def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
+    def __init__(
+        self, tensor: Tensor, before: _Parked | None, folder: str | None
+    ) -> None:
         super().__init__(tensor, before, folder)
-        self._empty = partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self._empty = partial(
+            torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device
+        )
         self._coming: Tensor | None = None
 
     def fetch(self) -> None:
@@ -165,4 +192,8 @@ class _Nowhere(_Parked):
         return self._empty() if coming is None else coming
 
 
-_PLACES: Final[dict[str, type[_Parked]]] = {"file": _Mapped, "pinned": _Pinned, "nowhere": _Nowhere}
+_PLACES: Final[dict[str, type[_Parked]]] = {
+    "file": _Mapped,
+    "pinned": _Pinned,
+    "nowhere": _Nowhere,
+}

@@ -24,15 +24,32 @@ class Resting:
         self._mesh, self._is_agreeing = mesh, False
         self._is_awake: dict[Any, bool] = {}
         for layer in layers:
-            parts = _resting_parts(layer, has_replicas=mesh.get_group("replicate").size() > 1)
-            every = (parameter for group in groups_in(layer) for parameter in group.fsdp_params)
-            if resting := [parameter for parameter in every if parameter._module_info.module in parts]:
+            parts = _resting_parts(
+                layer, has_replicas=mesh.get_group("replicate").size() > 1
+            )
+            every = (
+                parameter
+                for group in groups_in(layer)
+                for parameter in group.fsdp_params
+            )
+            if resting := [
+                parameter
+                for parameter in every
+                if parameter._module_info.module in parts
+            ]:
                 self._is_awake |= dict.fromkeys(resting, False)
                 layer.register_forward_pre_hook(partial(self._watch, resting))
 
-    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and any(parameter.sharded_param.requires_grad for parameter in resting):
-            args = (args[0] if args[0].requires_grad else args[0].detach().requires_grad_(), *args[1:])
+    def _watch(
+        self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(
+            parameter.sharded_param.requires_grad for parameter in resting
+        ):
+            args = (
+                args[0] if args[0].requires_grad else args[0].detach().requires_grad_(),
+                *args[1:],
+            )
             # The gradient of the layer's input is its last, just before FSDP sums weight gradients.
             args[0].register_hook(lambda _: self._fill(resting))
         return args
@@ -41,11 +58,19 @@ class Resting:
         """Note which parts have a gradient on this rank, and give the others zeros."""
         for parameter in resting:
             whole = parameter._unsharded_param
-            gradients = whole.grad, parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
-            self._is_awake[parameter] |= any(gradient is not None for gradient in gradients)
+            gradients = (
+                whole.grad,
+                parameter.sharded_param.grad,
+                parameter.unsharded_accumulated_grad,
+            )
+            self._is_awake[parameter] |= any(
+                gradient is not None for gradient in gradients
+            )
             if whole.grad is None and whole.requires_grad:
                 # While gradients wait to be summed, torch 2.15 keeps them in a dtype of their own.
-                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
+                whole.grad = torch.zeros_like(
+                    whole, dtype=whole.grad_dtype or whole.dtype
+                )
         if not self._is_agreeing:
             self._is_agreeing = True
             # FSDP asked for its own call at the end of backward when backward began, so that this one comes after it.
@@ -53,7 +78,9 @@ class Resting:
 
     def _agree(self) -> None:
         """Take the gradient from parts that rest on all ranks."""
-        awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
+        awake = torch.tensor(
+            [*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type
+        )
         for axis in self._mesh.mesh_dim_names or ():
             dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
         for each, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
@@ -65,12 +92,15 @@ class Resting:
 
 def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:
     found: set[nn.Module] = set()
+    # PEFT wraps experts in their adapters
     for path, module in layer.named_modules():
-        if getattr(module, "zero_expert_num", 0):  # PEFT wraps experts in their adapters
+        if getattr(module, "zero_expert_num", 0):
             found |= {*layer.get_submodule(path.partition(".base_layer")[0]).modules()}
         elif has_replicas and getattr(module, "rests_on_replicas", False):
             # The index within it has no gradients.
-            found |= {*module.modules()} - {*getattr(module, "indexer", nn.Module()).modules()}
+            found |= {*module.modules()} - {
+                *getattr(module, "indexer", nn.Module()).modules()
+            }
     return found
 
 
@@ -80,7 +110,11 @@ def groups_in(module: FSDPModule) -> list[Any]:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    groups = (
+        state._fsdp_param_groups
+        if hasattr(state, "_fsdp_param_groups")
+        else [state._fsdp_param_group]
+    )
     return [group for group in groups if group is not None]
 
 
@@ -89,5 +123,7 @@ def drop_unsummed(parameter: Any) -> None:
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
     # Until 2.14 FSDP keeps what accumulates next to the copy's gradient; since then the name is a property of it.
-    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+    if not isinstance(
+        getattr(type(parameter), "unsharded_accumulated_grad", None), property
+    ):
         parameter.unsharded_accumulated_grad = None

@@ -43,7 +43,9 @@ class Segments:
         finally:
             self._segment = self._last = None
 
-    def checkpoint(self, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint(
+        self, layer: nn.Module, function: Callable[..., Any], *args: Any
+    ) -> Any:
         """Checkpoint ``function(*args)``; UnsupportedError unless it begins a segment or continues the last."""
         # Evaluation keeps nothing, so there is nothing to save.
         if not torch.is_grad_enabled():
@@ -51,12 +53,17 @@ class Segments:
         kept: list[tuple[Any, ...]] = []
         options: dict[str, Any] = {"use_reentrant": False}
         if self._keeps_attention:
-            options["context_fn"] = lambda: (_keeping(self._store, kept), _replaying(self._store, kept))
+            options["context_fn"] = lambda: (
+                _keeping(self._store, kept),
+                _replaying(self._store, kept),
+            )
         if self._size == 1:
             return checkpointed(function, *args, **options)
         segment = self._segment
         begins = segment is None or len(segment.calls) == self._size
-        if not args or not (begins or StorageWeakRef(args[0].untyped_storage()) == self._last):
+        if not args or not (
+            begins or StorageWeakRef(args[0].untyped_storage()) == self._last
+        ):
             raise UnsupportedError(
                 f"layers_per_checkpoint={self._size}: a {type(layer).__name__} does not take, first, what the layer "
                 "before it returned, so that its input cannot be made again from that layer's; use "
@@ -66,7 +73,9 @@ class Segments:
             segment = self._segment = _Segment(self._store)
         place = len(segment.calls)
         # Random numbers and autocast are noted here, since making an input again has to draw the same.
-        segment.calls.append(_Call(layer, function, args[1:], surroundings(args[0]), self._store, kept))
+        segment.calls.append(
+            _Call(layer, function, args[1:], surroundings(args[0]), self._store, kept)
+        )
         with segment.hooks(place, args[0]):
             result = checkpointed(function, *args, **options)
         # Weak: a strong reference would keep the very tensor that segments are there to free.
@@ -74,7 +83,8 @@ class Segments:
         return result
 
 
-@torch.compiler.disable(recursive=False)  # a program knows checkpoints with other contexts only
+# a program knows checkpoints with other contexts only
+@torch.compiler.disable(recursive=False)
 def checkpointed(function: Callable[..., Any], *args: object, **options: Any) -> Any:
     """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises."""
     # Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
@@ -83,7 +93,9 @@ def checkpointed(function: Callable[..., Any], *args: object, **options: Any) ->
     except BaseException as error:
         for frame, _ in walk_tb(error.__traceback__):
             generator = frame.f_locals.get("gen")
-            if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and isinstance(generator, Generator):
+            if frame.f_globals.get(
+                "__name__"
+            ) == "torch.utils.checkpoint" and isinstance(generator, Generator):
                 generator.close()
         raise
 
@@ -95,7 +107,8 @@ class _Call:
     others: tuple[Any, ...]  # its arguments but the input
     surroundings: Callable[[], Any]
     store: Store
-    kept: list[tuple[Any, ...]]  # results of the ring, each behind the name of what computed them
+    # results of the ring, each behind the name of what computed them
+    kept: list[tuple[Any, ...]]
 
     def again(self, hidden: Tensor) -> Tensor:
         with ExitStack() as stack:
@@ -116,8 +129,13 @@ class _Segment:
 
     def hooks(self, place: int, hidden: Tensor) -> saved_tensors_hooks:
         """Save the segment in autograd instead of inputs after the first."""
-        form = hidden.shape, hidden.dtype  # not ``hidden``, which would live as long as what is kept
-        is_input = iter((True,))  # checkpointing keeps the layer's arguments, ``hidden`` first
+        # not ``hidden``, which would live as long as what is kept
+        form = (
+            hidden.shape,
+            hidden.dtype,
+        )
+        # checkpointing keeps the layer's arguments, ``hidden`` first
+        is_input = iter((True,))
 
         def pack(x: Tensor) -> object:
             if (x.shape, x.dtype) != form or not next(is_input, False):
@@ -144,7 +162,9 @@ class _Segment:
 
 
 @contextmanager
-def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Iterator[None]:
+def _gathered(
+    layer: nn.Module, coming: nn.Module | None, *, stays: bool
+) -> Iterator[None]:
     """Gather a layer's parameters while active, prefetch the next one's; keep them if it ``stays``."""
     if isinstance(layer, FSDPModule):
         # FSDP keeps a layer whole, and does not gather it again, whose input has no gradient to end its backward pass.
@@ -184,14 +204,20 @@ def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManage
     return handling(keep)
 
 
-def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> AbstractContextManager[None]:
+def _replaying(
+    store: Store, kept: list[tuple[Any, ...]], *, again: bool = False
+) -> AbstractContextManager[None]:
     def replay(compute: Callable[[], Results]) -> Results:
         if not kept:
-            raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")
+            raise RuntimeError(
+                "checkpointed layers can be differentiated once; compute the loss again"
+            )
         name, *results = kept.pop(0)
         # An operator that is given another's results would read memory that is not its own.
         if name != name_of(compute):
-            raise RuntimeError(f"a layer that is computed again asks for {name_of(compute)}, where its pass had {name}")
+            raise RuntimeError(
+                f"a layer that is computed again asks for {name_of(compute)}, where its pass had {name}"
+            )
         return tuple(store.get(x, again=again) for x in results)
 
     return handling(replay)

@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import as_part
-from ringspan.torch.memory.resting import Resting, drop_unsummed, groups_in, groups_of_state
+from ringspan.torch.memory.resting import (
+    Resting,
+    drop_unsummed,
+    groups_in,
+    groups_of_state,
+)
 from ringspan.torch.weights.deferred import held_regions
 from ringspan.torch.weights.packed import split_into_parts
 
@@ -23,16 +28,26 @@ _log: Final = logging.getLogger(__name__)
 
 
 def shard_weights(
-    model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None,
 ) -> None:
     """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy."""
     # Gradients are summed over all ranks in float32, or in float64 where parameters are.
-    is_double = any(p.dtype == torch.float64 and p.requires_grad for p in model.parameters())
+    is_double = any(
+        p.dtype == torch.float64 and p.requires_grad for p in model.parameters()
+    )
     split_into_parts(model)
     precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float64 if is_double else torch.float32
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float64 if is_double else torch.float32,
     )
-    axes = mesh["replicate", "ring"] if mesh.get_group("replicate").size() > 1 else mesh["ring"]
+    axes = (
+        mesh["replicate", "ring"]
+        if mesh.get_group("replicate").size() > 1
+        else mesh["ring"]
+    )
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)
     Resting(layers, mesh)
@@ -42,17 +57,25 @@ def shard_weights(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if module._parameters:
-            module.register_load_state_dict_pre_hook(partial(_take_whole_tensors, model))
+            module.register_load_state_dict_pre_hook(
+                partial(_take_whole_tensors, model)
+            )
 
 
-def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_whole_tensors(
+    model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
     """Let ``load_state_dict`` take whole tensors and keep this rank's part of each."""
     settle(model)
     for name, parameter in module._parameters.items():
         given: Any = state.get(prefix + name)
         is_whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
         # The module itself says what it thinks of other shapes.
-        if isinstance(parameter, DTensor) and is_whole and given.shape == parameter.shape:
+        if (
+            isinstance(parameter, DTensor)
+            and is_whole
+            and given.shape == parameter.shape
+        ):
             state[prefix + name] = _as_sharded(given, parameter)
 
 
@@ -70,12 +93,14 @@ def settle(model: FSDPModule) -> None:
     # copies, and the next pass would use old weights; after an exception FSDP takes the next pass for the failed one.
     state = _state_of(model)
     if torch._C._current_graph_task_id() != -1:  # somebody asks during backward
+        # which has ended without its last call
         return
-    if state._state_ctx.post_backward_final_callback_queued:  # which has ended without its last call
+    if state._state_ctx.post_backward_final_callback_queued:
         recover(model)
     elif state._training_state.name == "IDLE":  # not during forward either
+        # layers too, where a user has them stay whole (set_reshard_after_backward)
         written = _written_copies(model)
-        for group in _groups_of(model):  # layers too, where a user has them stay whole (set_reshard_after_backward)
+        for group in _groups_of(model):
             group.reshard()
         if written:
             raise UnsupportedError(
@@ -96,8 +121,9 @@ def note_copies(model: FSDPModule) -> None:
 def with_shards(model: FSDPModule, output: object) -> object:
     """Put the shards back after a forward pass and return its output; copies wait for backward."""
     # A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
+    # a head is called again in backward
     for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:  # a head is called again in backward
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: _put_in_place(model, "_unsharded_param"))
     _put_in_place(model, "sharded_param")
     return output
@@ -109,12 +135,25 @@ def _put_in_place(model: FSDPModule, kind: str) -> None:
 
 
 def _written_copies(model: FSDPModule) -> list[str]:
-    changed = [p for p in _whole_parameters(model) if getattr(p, "ring_version", None) != p._unsharded_param._version]
-    return [parameter._param_fqn or "a weight" for parameter in changed if hasattr(parameter, "ring_version")]
+    changed = [
+        p
+        for p in _whole_parameters(model)
+        if getattr(p, "ring_version", None) != p._unsharded_param._version
+    ]
+    return [
+        parameter._param_fqn or "a weight"
+        for parameter in changed
+        if hasattr(parameter, "ring_version")
+    ]
 
 
 def _whole_parameters(model: FSDPModule) -> list[Any]:
-    return [parameter for group in _groups_of(model) if group.is_unsharded for parameter in group.fsdp_params]
+    return [
+        parameter
+        for group in _groups_of(model)
+        if group.is_unsharded
+        for parameter in group.fsdp_params
+    ]
 
 
 def _state_of(module: FSDPModule) -> Any:
@@ -131,7 +170,9 @@ def recovering_shards(model: FSDPModule) -> Iterator[None]:
         try:
             recover(model)
         except Exception as failure:
-            error.add_note(f"Then the model's weights could not be returned to their shards: {failure!r}")
+            error.add_note(
+                f"Then the model's weights could not be returned to their shards: {failure!r}"
+            )
         raise
 
 
@@ -146,7 +187,10 @@ def recover(model: FSDPModule) -> None:
     groups = _groups_of(model)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     # PyTorch 2.15 drops gradients that are summed too, as if the failed pass had computed them.
-    summed = [(parameter.sharded_param, parameter.sharded_param.grad) for parameter in parameters]
+    summed = [
+        (parameter.sharded_param, parameter.sharded_param.grad)
+        for parameter in parameters
+    ]
     if any(_has_unsummed(group) for group in groups):
         _log.warning(
             "a pass ended in an exception while gradients waited to be summed over the ranks "
@@ -163,12 +207,23 @@ def recover(model: FSDPModule) -> None:
 
 
 def _has_unsummed(group: Any) -> bool:
+    # the failed pass has just begun to compute its gradients
     """Return whether a group holds gradients of earlier passes that are not summed over all ranks."""
-    if group._training_state.name == "PRE_BACKWARD":  # the failed pass has just begun to compute its gradients
+    if group._training_state.name == "PRE_BACKWARD":
         return False
-    copies = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-    accumulated = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
-    gradients = [*(copy._unsharded_param.grad for copy in copies), *accumulated, group._partial_reduce_output]
+    copies = [
+        parameter
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
+    accumulated = (
+        parameter.unsharded_accumulated_grad for parameter in group.fsdp_params
+    )
+    gradients = [
+        *(copy._unsharded_param.grad for copy in copies),
+        *accumulated,
+        group._partial_reduce_output,
+    ]
     return any(gradient is not None for gradient in gradients)
 
 
@@ -190,7 +245,10 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     """Keep gathered weights whole during passes without gradients, then reshard: no optimizer steps stale copies."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [
-        (_state_of(module)._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups_in(module)])
+        (
+            _state_of(module)._auto_reshard_after_forward,
+            [group.post_forward_mesh_info for group in groups_in(module)],
+        )
         for module in modules
     ]
     for module in modules:
@@ -213,8 +271,9 @@ def sharded_after_layers(model: nn.Module) -> Iterator[None]:
     """
 
     def reshard(module: Any, *_: object) -> None:
+        # not where a user has it stay whole
         for group in groups_in(module):
-            if group.post_forward_mesh_info is not None:  # not where a user has it stay whole
+            if group.post_forward_mesh_info is not None:
                 group.reshard()
                 group._record_post_forward()  # by which backward gathers the layer before in time
 
@@ -233,22 +292,37 @@ def is_whole(module: FSDPModule) -> bool:
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the gathered copies of parameters, which no optimizer may be given."""
-    parameters = (parameter for group in _groups_of(model) for parameter in group.fsdp_params)
-    return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+    parameters = (
+        parameter for group in _groups_of(model) for parameter in group.fsdp_params
+    )
+    return [
+        parameter._unsharded_param
+        for parameter in parameters
+        if hasattr(parameter, "_unsharded_param")
+    ]
 
 
 def unseen_parameters(model: nn.Module) -> list[str]:
     """Return the names of weights that a module has replaced by others than FSDP gathers."""
     names: list[str] = []
+    # before the first pass, in which it looks at all of them again
     for group in _groups_of(model):
-        if not group._reset_sharded_params:  # before the first pass, in which it looks at all of them again
+        if not group._reset_sharded_params:
             continue
         for parameter in group.fsdp_params:
-            held = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
+            held = parameter._module_info.module._parameters.get(
+                parameter._module_info.param_name
+            )
             if held is parameter.sharded_param:
                 shard, gathered = held._local_tensor, parameter._sharded_param_data
-                if shard.numel() and shard.untyped_storage()._cdata != gathered.untyped_storage()._cdata:
-                    names.append(parameter._param_fqn or parameter._module_info.param_name)
+                if (
+                    shard.numel()
+                    and shard.untyped_storage()._cdata
+                    != gathered.untyped_storage()._cdata
+                ):
+                    names.append(
+                        parameter._param_fqn or parameter._module_info.param_name
+                    )
             elif held is not getattr(parameter, "_unsharded_param", None):
                 names.append(parameter._param_fqn or parameter._module_info.param_name)
     return names
@@ -260,11 +334,19 @@ def renew_types(model: FSDPModule) -> None:
     # It would otherwise sum their gradients in the dtype of the computation. PyTorch 2.15 looks in each backward pass.
     for group in _groups_of(model):
         is_unknown = hasattr(group, "_orig_dtype") and group._orig_dtype is None
-        if is_unknown and any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
+        if is_unknown and any(
+            parameter.sharded_param.requires_grad for parameter in group.fsdp_params
+        ):
             group._init_mp_dtypes()
 
 
 def _groups_of(model: Any) -> list[Any]:
-    known = _state_of(model)._state_ctx.all_states  # none before the first pass, which makes them one context
-    states = known or [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    known = _state_of(
+        model
+    )._state_ctx.all_states  # none before the first pass, which makes them one context
+    states = known or [
+        _state_of(module)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    ]
     return [group for state in states for group in groups_of_state(state)]

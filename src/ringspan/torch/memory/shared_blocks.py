@@ -53,17 +53,35 @@ def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
 def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
     places = accumulate(name.split(".")[:-1], "{}.{}".format)
     theirs = dict(other.named_modules(remove_duplicate=False))
-    alike = (each for each in places if each in theirs and _are_alike(layer.get_submodule(each), theirs[each]))
+    alike = (
+        each
+        for each in places
+        if each in theirs and _are_alike(layer.get_submodule(each), theirs[each])
+    )
     return next(alike, None)
 
 
 def _are_alike(mine: nn.Module, theirs: nn.Module) -> bool:
-    weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
-    kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
-    return weights[0] == weights[1] and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
+    weights = [
+        {name: id(p) for name, p in block.named_parameters()}
+        for block in (mine, theirs)
+    ]
+    kinds = [
+        [_kind_of(path, module) for path, module in block.named_modules()]
+        for block in (mine, theirs)
+    ]
+    return (
+        weights[0] == weights[1]
+        and kinds[0] == kinds[1]
+        and not any(True for _ in mine.buffers())
+    )
 
 
 def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
     """Return what determines a module's computation, apart from weights: modules with own hooks differ."""
-    values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+    values = {
+        name: x
+        for name, x in vars(module).items()
+        if isinstance(x, (bool, int, float, str))
+    }
     return path, type(module), hooks_of(module), vars(module).get("forward"), values

@@ -28,15 +28,22 @@ if TYPE_CHECKING:
 def asking_as_before() -> Iterator[None]:
     """Silence a deprecated name of transformers in PEFT, and its advice to untie weights before merging."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)
-        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )
+        warnings.filterwarnings(
+            "ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning
+        )
+        warnings.filterwarnings(
+            "ignore", "Input and output embeddings are no longer tied", UserWarning
+        )
         yield
 
 
 def is_peft(model: object) -> "TypeGuard[PeftModel]":
     return any(
-        kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(model).__mro__
+        kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel"
+        for kind in type(model).__mro__
     )
 
 
@@ -70,10 +77,13 @@ def adapter_facts(model: nn.Module) -> dict[str, str]:
     """Return the adapters' numbers and switches, which weights do not show."""
     configs = model.peft_config if is_peft(model) else {}
     return {
-        f"{option} of the adapter {name!r}": str(deciding_fields(value) if isinstance(value, dict) else value)
+        f"{option} of the adapter {name!r}": str(
+            deciding_fields(value) if isinstance(value, dict) else value
+        )
         for name, config in configs.items()
         for option, value in sorted(config.to_dict().items())
-        if isinstance(value, int | float | dict) and option not in ("auto_mapping", "inference_mode")
+        if isinstance(value, int | float | dict)
+        and option not in ("auto_mapping", "inference_mode")
     }
 
 
@@ -84,12 +94,19 @@ def put_on_ring(model: Any) -> None:
 
 
 def _refuse(name: str, advice: str) -> Callable[..., Never]:
-    return refusing(f"{name} is not for a model on a ring, whose weights are split; {advice}")
+    return refusing(
+        f"{name} is not for a model on a ring, whose weights are split; {advice}"
+    )
 
 
 class _Frozen:
-    merge_and_unload = _refuse("merge_and_unload", "save_pretrained, and merge in one process: docs/adapters.md")
-    merge_adapter = _refuse("merge_adapter", "save_pretrained, and merge in one process: docs/adapters.md")
+    merge_and_unload = _refuse(
+        "merge_and_unload",
+        "save_pretrained, and merge in one process: docs/adapters.md",
+    )
+    merge_adapter = _refuse(
+        "merge_adapter", "save_pretrained, and merge in one process: docs/adapters.md"
+    )
     unmerge_adapter = _refuse("unmerge_adapter", "do it before parallelize")
     unload = _refuse("unload", "use disable_adapter() to go without")
     add_adapter = _refuse("add_adapter", "do it before parallelize")
@@ -99,11 +116,18 @@ class _Frozen:
 
 
 class _RingPeft(_Frozen):
-    def named_parameters(self: Any, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self: Any, *args: object, **kwargs: object
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         settle(self.get_base_model())
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
+    def save_pretrained(
+        self: Any,
+        save_directory: str | os.PathLike[str],
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         """Write an adapter folder as ``PeftModel.save_pretrained`` does, weight by weight; every rank calls it.
 
         UnsupportedError for a conversion of initialised adapters; PeerMismatch on other ranks if rank 0 could not
@@ -137,14 +161,26 @@ def note_bases(model: Any, folder: Path, selected: Iterable[str] | None = None) 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights that PEFT's ``save_pretrained`` writes, whole on rank 0; all ranks call it."""
-    return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
+    return whole_weights(
+        model, lambda sharded: _names_that_peft_saves(model, sharded, given)
+    )
 
 
-def _names_that_peft_saves(model: "PeftModel", state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _names_that_peft_saves(
+    model: "PeftModel", state: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[str]:
     select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
-    embeddings = given.get("save_embedding_layers", given.get("kwargs", {}).get("save_embedding_layers", "auto"))
+    embeddings = given.get(
+        "save_embedding_layers",
+        given.get("kwargs", {}).get("save_embedding_layers", "auto"),
+    )
     kept: set[int] = set()
     for name in given.get("selected_adapters") or model.peft_config:
-        chosen = select(model, state_dict=dict(state), adapter_name=name, save_embedding_layers=embeddings)
+        chosen = select(
+            model,
+            state_dict=dict(state),
+            adapter_name=name,
+            save_embedding_layers=embeddings,
+        )
         kept |= set(map(id, chosen.values()))
     return [name for name, weight in state.items() if id(weight) in kept]

@@ -35,8 +35,12 @@ def deciding_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]
     def kept(value: object) -> object:
         if isinstance(value, dict):
             fields = sorted(value.items(), key=lambda field: str(field[0]))
-            return {str(name): kept(each) for name, each in fields if name not in _NAMES}
-        return [kept(each) for each in value] if isinstance(value, list | tuple) else value
+            return {
+                str(name): kept(each) for name, each in fields if name not in _NAMES
+            }
+        return (
+            [kept(each) for each in value] if isinstance(value, list | tuple) else value
+        )
 
     values = config if isinstance(config, dict) else config.to_dict()
     return json.loads(json.dumps(kept(values), default=str))
@@ -66,10 +70,14 @@ def _fields(value: Any) -> Any:
         value = vars(value)
     if isinstance(value, dict):
         return {name: _fields(each) for name, each in value.items()}
-    return [_fields(each) for each in value] if isinstance(value, list | tuple) else value
+    return (
+        [_fields(each) for each in value] if isinstance(value, list | tuple) else value
+    )
 
 
-def _compare(path: str, config: PreTrainedConfig, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _compare(
+    path: str, config: PreTrainedConfig, before: dict[str, Any], now: dict[str, Any]
+) -> None:
     for name in sorted(before.keys() | now.keys()):
         if name in _FREE:
             continue

@@ -14,11 +14,15 @@ from ringspan.core.errors import UnsupportedError
 
 T = TypeVar("T")
 
-_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLE: Final = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 HONOURED: Final = frozenset[str](_TABLE["honoured"].split())
 FIXED: Final[Mapping[str, Any]] = _TABLE["fixed"]
 REFUSED: Final[Mapping[str, str]] = {
-    name: group["remedy"] for group in _TABLE["refused"] for name in group["names"].split()
+    name: group["remedy"]
+    for group in _TABLE["refused"]
+    for name in group["names"].split()
 }
 
 
@@ -28,11 +32,19 @@ def check_arguments(model_name: str, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in REFUSED:
             if value is not None:
-                raise UnsupportedError(f"{name} is not supported on a ring; {REFUSED[name]}")
+                raise UnsupportedError(
+                    f"{name} is not supported on a ring; {REFUSED[name]}"
+                )
         elif name in FIXED:
-            if value is not None and (isinstance(value, Tensor) or value != FIXED[name]):
-                shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else value
-                raise UnsupportedError(f"{name}={shown} is not supported on a ring; it must be {FIXED[name]}")
+            if value is not None and (
+                isinstance(value, Tensor) or value != FIXED[name]
+            ):
+                shown = (
+                    f"a {type(value).__name__}" if isinstance(value, Tensor) else value
+                )
+                raise UnsupportedError(
+                    f"{name}={shown} is not supported on a ring; it must be {FIXED[name]}"
+                )
         else:
             raise UnsupportedError(
                 f"{model_name}.forward does not take {name!r}{_similar(name, [*HONOURED, *FIXED])}; leave it out"
@@ -51,7 +63,9 @@ class Unsaid(Enum):
 UNSAID: Final = Unsaid.UNSAID
 
 # Arguments of attention that ``attend`` in models.py computes with.
-COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", "sliding_window", "softcap"})
+COMPUTED: Final = frozenset(
+    {"alibi_slopes", "ring_packed", "s_aux", "scaling", "sliding_window", "softcap"}
+)
 
 
 _ANY: Final = ()
@@ -67,7 +81,9 @@ ATTENTION: Final[Mapping[str, tuple[Any, ...]]] = {
     **_all(_ANY, "input_ids position_embeddings position_ids"),
     "output_router_logits": _ANY,
     **_all((False, None), "use_cache output_attentions output_hidden_states"),
-    **_all((None,), "labels encoder_hidden_states past_key_values cache cache_position"),
+    **_all(
+        (None,), "labels encoder_hidden_states past_key_values cache cache_position"
+    ),
     "deterministic": _ANY,  # of flash attention's backward pass; the ring's sums always come in the same order
     # What changes whom a query sees, or its score.
     "is_causal": (True, None),
@@ -84,12 +100,20 @@ def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a layer's first argument that asks for other attention than the ring's."""
     kind = type(module).__name__
     # A decoder's own (BigBird-Pegasus) has its causality from its mask, and says is_causal=False all the same.
-    if getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False):
-        raise UnsupportedError(f"{kind} has is_causal=False: its tokens see later ones, which a ring does not support")
+    if getattr(module, "is_causal", True) is False and not getattr(
+        module, "is_decoder", False
+    ):
+        raise UnsupportedError(
+            f"{kind} has is_causal=False: its tokens see later ones, which a ring does not support"
+        )
     for name, value in arguments.items():
         known = ATTENTION.get(name)
         if known is None:
-            raise UnsupportedError(f"{kind} gives attention {name}, which the ring does not know; leave it out")
+            raise UnsupportedError(
+                f"{kind} gives attention {name}, which the ring does not know; leave it out"
+            )
         if known and (isinstance(value, Tensor) or value not in known):
             shown = "" if isinstance(value, Tensor) else f"={value}"
-            raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet; unset it")
+            raise UnsupportedError(
+                f"{kind} asks for {name}{shown}, which the ring does not support yet; unset it"
+            )

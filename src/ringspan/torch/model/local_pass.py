@@ -33,8 +33,12 @@ def local_hidden_states(
         ring = model.ring_axis
         folds, number = model.ring_folds if fold else 1, fold.number if fold else 0
         length = position_ids.shape[1] * ring.size() * folds
-        split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, folds)
-        inside = positions_of(split, ring.get_local_rank(), document_lengths, len(document_lengths))
+        split = BatchLayout.of(
+            model.ring_layout, length, ring.size(), document_lengths, folds
+        )
+        inside = positions_of(
+            split, ring.get_local_rank(), document_lengths, len(document_lengths)
+        )
         position_ids = inside.to(position_ids).chunk(folds, 1)[number]
     set_global_length(decoder, longest)
     if model.training:
@@ -47,14 +51,25 @@ def local_hidden_states(
         packed = Packed(model, document_lengths, position_ids, blocks)
     others: dict[str, Any] = {"ring_packed": packed} if packed else {}
     if model.ring_router is not None:
-        others["output_router_logits"] = False  # by transformers; they are recorded here
+        others["output_router_logits"] = (
+            False  # by transformers; they are recorded here
+        )
     # Programs cannot be told; layers with a state are never compiled.
-    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed, fold, index_loss)
+    sequences = (
+        None
+        if model.ring_compiled
+        else _sequences(model, position_ids.shape[1], packed, fold, index_loss)
+    )
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
     with passing(sequences):
         # Padding counts on behind the end, where a learned table has no position any more.
         positions = position_ids.clamp_max(longest - 1)
-        given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
+        given = {
+            "input_ids": input_ids,
+            "position_ids": positions,
+            "use_cache": False,
+            **others,
+        }
         with told(decoder, given) as told_all:
             out: Any = decoder(**told_all) if seen is None else seen.decode(told_all)
     if packed and not packed.is_seen:
@@ -69,12 +84,18 @@ class Packed:
     """Documents or tree of each sequence, local positions, and blocks seen both ways, on their way to the layers."""
 
     def __init__(
-        self, model: RingModel, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
+        self,
+        model: RingModel,
+        lengths: Tensor | None,
+        positions: Tensor,
+        blocks: Sequence[Blocks] | None = None,
     ) -> None:
         # On the CPU: each compiled layer reads them, and would wait for the device.
         self.lengths = lengths = None if lengths is None else lengths.cpu()
         self.positions = positions
-        self.split: BatchLayout | None = None  # where that is not the model's named one on as many tokens
+        self.split: BatchLayout | None = (
+            None  # where that is not the model's named one on as many tokens
+        )
         if model.ring_layout == "balanced" and lengths is not None:
             whole, ranks = int(ends_of(lengths).max()), model.ring_axis.size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
@@ -82,22 +103,34 @@ class Packed:
         if lengths is not None:
             rows = [*rows_of(lengths)]
         pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
-        pairs = pairs[:1] if len(set(pairs)) == 1 else pairs  # alike for all sequences: one attention does
-        self.rows, self.blocks = [row for row, _ in pairs], [block for _, block in pairs]
+        # alike for all sequences: one attention does
+        pairs = pairs[:1] if len(set(pairs)) == 1 else pairs
+        self.rows, self.blocks = (
+            [row for row, _ in pairs],
+            [block for _, block in pairs],
+        )
         self.is_seen = False
 
 
 @torch.compiler.disable()
 def _sequences(
-    model: RingModel, tokens: int, packed: Packed | None, fold: Fold | None, index_loss: IndexLoss | None
+    model: RingModel,
+    tokens: int,
+    packed: Packed | None,
+    fold: Fold | None,
+    index_loss: IndexLoss | None,
 ) -> SequencePass:
     ring = model.ring_axis
     split = BatchLayout((fold.layout,)) if fold is not None else packed and packed.split
-    split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
+    split = split or BatchLayout.of(
+        model.ring_layout, tokens * ring.size(), ring.size(), None
+    )
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
         starts = tuple(starts_of([row for row in packed.rows if row])) or starts
-    return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold, index_loss=index_loss)
+    return SequencePass(
+        split.rows, ring.get_group(), starts, packed, fold=fold, index_loss=index_loss
+    )
 
 
 @torch.compiler.disable()  # it logs

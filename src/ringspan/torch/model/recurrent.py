@@ -39,7 +39,11 @@ _PACKED: Final = ("cu_seqlens", "seq_idx")
 
 def stateful_modules(decoder: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose recurrence or convolution can be computed over spans, by path."""
-    return {path: module for path, module in decoder.named_modules() if _hooks_of(module) or _is_lightning(module)}
+    return {
+        path: module
+        for path, module in decoder.named_modules()
+        if _hooks_of(module) or _is_lightning(module)
+    }
 
 
 def refuse_stateful(view: ModelView) -> None:
@@ -47,7 +51,10 @@ def refuse_stateful(view: ModelView) -> None:
     name, decoder, held = view.name, view.decoder, view.stateful
     for path, module in decoder.named_modules():
         parent = path.rpartition(".")[0]
-        is_ours = parent in held or hasattr(decoder.get_submodule(parent), "_short_conv")  # ``pooled``
+        # ``pooled``
+        is_ours = parent in held or hasattr(
+            decoder.get_submodule(parent), "_short_conv"
+        )
         if isinstance(module, nn.Conv1d) and not is_ours:
             raise UnsupportedError(
                 f"{name} mixes tokens outside of attention: {path} is a convolution that its module computes itself, "
@@ -103,21 +110,38 @@ def _code_of(module: nn.Module) -> FunctionType:
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
     """Return the functions that mix tokens in a module's forward; ours if they are inlined."""
-    return (rules.lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
+    return (
+        (rules.lightning_attention.__name__,)
+        if _is_lightning(module)
+        else _hooks_of(module)
+    )
 
 
 def _hooks_of(module: nn.Module) -> tuple[str, ...]:
     code = getattr(_code_of(module), "__code__", None)
-    return tuple(name for name in (*_RULES, _CONVOLUTION) if code is not None and name in code.co_names)
+    return tuple(
+        name
+        for name in (*_RULES, _CONVOLUTION)
+        if code is not None and name in code.co_names
+    )
 
 
 def _is_lightning(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("slope_rate", "qkv_proj", "output_gate", "block_size", "out_proj"))
+    return all(
+        hasattr(module, name)
+        for name in ("slope_rate", "qkv_proj", "output_gate", "block_size", "out_proj")
+    )
 
 
 def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
-    compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
+    compute = (
+        _fused
+        if name in _FUSED
+        else _convolved
+        if name == _CONVOLUTION
+        else functools.partial(_scanned, name)
+    )
 
     @functools.wraps(plain)
     def over_spans(*args: object, **kwargs: object) -> object:
@@ -144,28 +168,45 @@ def _fused(*_: object) -> None:
     return None
 
 
-def _convolved(plain: rules.Function, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
-    x, weight, bias = (arguments.pop(name, None) for name in ("hidden_states", "weight", "bias"))
+def _convolved(
+    plain: rules.Function,
+    arguments: dict[str, Any],
+    _: dict[str, Any],
+    sequences: SequencePass,
+) -> Tensor:
+    x, weight, bias = (
+        arguments.pop(name, None) for name in ("hidden_states", "weight", "bias")
+    )
     weight, bias = local_part(weight), None if bias is None else local_part(bias)
     return convolution(plain, x, weight, bias, sequences, **arguments)
 
 
 def _scanned(
-    name: str, plain: rules.Function, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
+    name: str,
+    plain: rules.Function,
+    arguments: dict[str, Any],
+    further: dict[str, Any],
+    sequences: SequencePass,
 ) -> object:
     rule = _RULES[name]
-    arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}
+    arguments |= {
+        name: x for name, x in further.items() if name in rule.dims and x is not None
+    }
     asked = {state: arguments.pop(state, None) for state in rule.states}
     if sequences.before is not None:  # a cache is read and written
         return resumed(rule, plain, arguments, sequences, sequences.before.state)
     if any(isinstance(value, Tensor) or value for value in asked.values()):
-        raise UnsupportedError(f"{name} is asked for states outside of generation; leave use_cache and caches out")
+        raise UnsupportedError(
+            f"{name} is asked for states outside of generation; leave use_cache and caches out"
+        )
     out = recurrence(rule, plain, arguments, sequences)
     return (out, None) if isinstance(rule, rules.DeltaRule) else out
 
 
 class _RingLightning(Mixin):
-    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+    def forward(
+        self: Any, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> object:
         sequences = current_pass()
         if sequences is None:
             return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -173,11 +214,22 @@ class _RingLightning(Mixin):
             sequences.packed.is_seen = True
         batch, tokens, _ = hidden_states.shape
         heads, size = self.num_attention_heads, self.head_dim
-        made = self.act_fn(self.qkv_proj(hidden_states)).view(batch, tokens, heads, 3 * size).transpose(1, 2)
+        made = (
+            self.act_fn(self.qkv_proj(hidden_states))
+            .view(batch, tokens, heads, 3 * size)
+            .transpose(1, 2)
+        )
         q, k, v = made.split(size, -1)
-        arguments = {"query": q, "key": k, "value": v, "slopes": self.slope_rate.flatten()}
+        arguments = {
+            "query": q,
+            "key": k,
+            "value": v,
+            "slopes": self.slope_rate.flatten(),
+        }
         options = {"block_tokens": self.block_size}
-        out = recurrence(_LIGHTNING, rules.lightning_attention, arguments | options, sequences)
+        out = recurrence(
+            _LIGHTNING, rules.lightning_attention, arguments | options, sequences
+        )
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, heads * size))
         return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
 

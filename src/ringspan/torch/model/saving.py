@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import UnsupportedError
@@ -40,7 +43,9 @@ _NOT_SAVED: Final = {
 class Saved:
     ring_mesh: DeviceMesh
 
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: object) -> None:
+    def save_pretrained(
+        self: Any, save_directory: str | os.PathLike[str], **kwargs: object
+    ) -> None:
         """Write a Hugging Face folder as ``PreTrainedModel.save_pretrained``, in files of ``max_shard_size`` (5GB).
 
         Every rank calls it. Rank 0 writes pieces of tensors, and replaces earlier weights when all are complete.
@@ -54,37 +59,70 @@ class Saved:
         is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
         kwargs["is_main_process"] = is_writer
         with in_call("saving the model"), as_trained(self):
-            is_streamed = kwargs.get("state_dict") is None and not getattr(self, "_hf_peft_config_loaded", False)
+            is_streamed = kwargs.get("state_dict") is None and not getattr(
+                self, "_hf_peft_config_loaded", False
+            )
             refuse_saving(self, kwargs, is_streamed=is_streamed)
             if is_streamed:
                 stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
             else:
                 if kwargs.get("state_dict") is None:
                     kwargs["state_dict"] = whole_weights(self)
-                voted(self, "the end of saving the model", lambda: save(save_directory, **kwargs))
+                voted(
+                    self,
+                    "the end of saving the model",
+                    lambda: save(save_directory, **kwargs),
+                )
 
 
-def refuse_saving(model: RingModel, options: dict[str, Any], *, is_streamed: bool) -> None:
+def refuse_saving(
+    model: RingModel, options: dict[str, Any], *, is_streamed: bool
+) -> None:
     with meeting(model.ring_mesh, "saving the model") as facts:
         for name, remedy in _NOT_SAVED.items():
             if options.pop(name, False):
-                raise UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
+                raise UnsupportedError(
+                    f"save_pretrained({name}=True) is not for a model on a ring; {remedy}"
+                )
         if is_streamed and has_packed(model):
             raise UnsupportedError(
                 f"{class_name(model)} has packed weights, which training does not change; save its adapter (PEFT's "
                 "save_pretrained), and the model before parallelize"
             )
-        given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
-        facts.alike = {**optimizer_facts(model), **given, "without state_dict": is_streamed}
+        given = {
+            name: options.get(name)
+            for name in ("max_shard_size", "variant", "save_original_format")
+        }
+        facts.alike = {
+            **optimizer_facts(model),
+            **given,
+            "without state_dict": is_streamed,
+        }
 
 
-def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
+def stream(
+    model: RingModel,
+    folder: Path,
+    save: Any,
+    options: dict[str, Any],
+    *,
+    is_writer: bool,
+) -> None:
     # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
     # parameters would free while they are read.
     settle(model)
-    size, variant = options.get("max_shard_size", MAX_SHARD_SIZE), options.get("variant")
+    size, variant = (
+        options.get("max_shard_size", MAX_SHARD_SIZE),
+        options.get("variant"),
+    )
     original = options.get("save_original_format", True)
-    plan = plan_weights(model, model.ring_mesh, max_shard_size=size, variant=variant, save_original_format=original)
+    plan = plan_weights(
+        model,
+        model.ring_mesh,
+        max_shard_size=size,
+        variant=variant,
+        save_original_format=original,
+    )
 
     def vote(what: str, error: Exception | None) -> None:
         check_call(model.ring_mesh, Call(what, error=error))
@@ -105,7 +143,9 @@ def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *
 
         voted(model, "saving the model", prepare if is_writer else lambda: None)
         write_weights(plan, scratch, vote)
-        voted(model, "the end of saving the model", finish if is_writer else lambda: None)
+        voted(
+            model, "the end of saving the model", finish if is_writer else lambda: None
+        )
 
 
 def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:
@@ -114,15 +154,26 @@ def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:
         work()
 
 
-def whole_weights(model: RingModel, choose: Callable[[dict[str, Any]], list[str]] | None = None) -> dict[str, Any]:
+def whole_weights(
+    model: RingModel, choose: Callable[[dict[str, Any]], list[str]] | None = None
+) -> dict[str, Any]:
     """Return all weights, or those rank 0 chooses, in host memory on rank 0; none on others."""
     check_call(model.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
         if choose is None:
-            return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            return get_model_state_dict(
+                model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            )
         sharded: Any = get_model_state_dict(model)
-        is_writer, chosen = dist.get_rank() == int(model.ring_mesh.mesh.min()), list[str]()
-        voted(model, "choosing what to save", lambda: chosen.extend(choose(sharded)) if is_writer else None)
+        is_writer, chosen = (
+            dist.get_rank() == int(model.ring_mesh.mesh.min()),
+            list[str](),
+        )
+        voted(
+            model,
+            "choosing what to save",
+            lambda: chosen.extend(choose(sharded)) if is_writer else None,
+        )
         found: dict[str, Any] = {}
         for name in gather_over(model.ring_mesh, chosen)[0]:
             weight = whole(sharded[name])

@@ -16,10 +16,22 @@ from ringspan.torch.layers.blockwise.blocks import mixes_tokens
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.embedding import own_gradient
 from ringspan.torch.memory.shared_blocks import find_shared_blocks
-from ringspan.torch.weights.packed import PACKERS, is_packed, packed_weights, parts_in, plain_parts
+from ringspan.torch.weights.packed import (
+    PACKERS,
+    is_packed,
+    packed_weights,
+    parts_in,
+    plain_parts,
+)
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SPLITTABLE: Final = ("Linear4bit", "LinearFP4", "LinearNF4", "Linear8bitLt")  # modules of bitsandbytes
+# modules of bitsandbytes
+_SPLITTABLE: Final = (
+    "Linear4bit",
+    "LinearFP4",
+    "LinearNF4",
+    "Linear8bitLt",
+)
 
 DEQUANTISE: Final = (
     "load it without quantization_config or, where its files are quantised, dequantise it in one process: "
@@ -33,13 +45,19 @@ def refuse_weights(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for weights that FSDP2 cannot shard, or steps by one rank's data."""
     name = type(model).__name__
     if "forward" in vars(model):
-        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
+        raise UnsupportedError(
+            f"{name} has a forward that was set on it, which would not be called; del model.forward"
+        )
     method = getattr(model, "quantization_method", None)
     method = getattr(method, "value", method)
-    is_quantised = getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False)
+    is_quantised = getattr(model, "hf_quantizer", None) is not None or getattr(
+        model, "is_quantized", False
+    )
     if is_quantised and method not in PACKERS:
         how = f" ({method})" if method else ""
-        raise UnsupportedError(f"{name} is quantised{how}, and packed weights cannot be split over ranks; {DEQUANTISE}")
+        raise UnsupportedError(
+            f"{name} is quantised{how}, and packed weights cannot be split over ranks; {DEQUANTISE}"
+        )
     for path, module in model.named_modules():
         _refuse_module(name, path, module)
     parts = parts_in(model)
@@ -47,13 +65,24 @@ def refuse_weights(model: PreTrainedModel) -> None:
         if id(parameter) in parts:
             continue
         if isinstance(parameter.data, DTensor):
-            raise UnsupportedError(f"{name} was sharded before ({path} is a DTensor); give the model as it was")
+            raise UnsupportedError(
+                f"{name} was sharded before ({path} is a DTensor); give the model as it was"
+            )
         if is_packed(parameter):
             _refuse_packed(name, path, parameter)
             continue
-        if type(parameter.data) not in (Tensor, FakeTensor) or parameter.dtype not in _DTYPES:
-            given = parameter.dtype if parameter.dtype not in _DTYPES else f"a {type(parameter.data).__name__}"
-            raise UnsupportedError(f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16")
+        if (
+            type(parameter.data) not in (Tensor, FakeTensor)
+            or parameter.dtype not in _DTYPES
+        ):
+            given = (
+                parameter.dtype
+                if parameter.dtype not in _DTYPES
+                else f"a {type(parameter.data).__name__}"
+            )
+            raise UnsupportedError(
+                f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16"
+            )
         if parameter._backward_hooks:
             raise UnsupportedError(f"{name}: {path} {HOOKED}")
     _refuse_mixing(name, model)
@@ -73,9 +102,12 @@ def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 def _refuse_module(name: str, path: str, module: Any) -> None:
     if isinstance(module, FSDPModule):
-        raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
+        raise UnsupportedError(
+            f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was"
+        )
     if any(
-        kind.__module__.startswith("bitsandbytes") and kind.__name__ in _SPLITTABLE for kind in type(module).__mro__
+        kind.__module__.startswith("bitsandbytes") and kind.__name__ in _SPLITTABLE
+        for kind in type(module).__mro__
     ):
         _refuse_bitsandbytes(name, path, module)
     elif type(module).__module__.startswith(("torch.ao.nn", *PACKERS)):
@@ -105,7 +137,11 @@ def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
         )
     scales = weight.quant_state if state is None else weight.SCB
     if scales is None or getattr(scales, "packing_format_for_cpu", False):
-        how = "is not packed yet" if scales is None else "was packed again by a forward pass on a CPU"
+        how = (
+            "is not packed yet"
+            if scales is None
+            else "was packed again by a forward pass on a CPU"
+        )
         raise UnsupportedError(
             f"{name}: {path} (a {type(module).__name__}) {how}; load the model with "
             "quantization_config=BitsAndBytesConfig(...), and call parallelize before it runs"
@@ -140,8 +176,9 @@ def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> No
 
 def _refuse_mixing(name: str, model: nn.Module) -> None:
     tried: set[Any] = set()
+    # bitsandbytes': see _refuse_bitsandbytes
     for path, module, _, weight in packed_weights(model):
-        if not hasattr(weight, "__tensor_flatten__"):  # bitsandbytes': see _refuse_bitsandbytes
+        if not hasattr(weight, "__tensor_flatten__"):
             continue
         kind = type(module), repr(weight.__tensor_flatten__()), tuple(weight.shape)
         if not isinstance(module, nn.Linear) or kind in tried or weight.is_meta:
@@ -158,11 +195,19 @@ def _refuse_mixing(name: str, model: nn.Module) -> None:
 def _refuse_shared_memory(name: str, model: nn.Module) -> None:
     """Refuse two parameters over the same memory, which would part; one in two places stays one."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    parameters = (part for path, weight in model.named_parameters() for part in plain_parts(path, weight))
+    parameters = (
+        part
+        for path, weight in model.named_parameters()
+        for part in plain_parts(path, weight)
+    )
     for path, parameter in parameters:
         sizes = zip(parameter.shape, parameter.stride(), strict=True)
         first = int(parameter.storage_offset())
-        last = first + (sum((size - 1) * stride for size, stride in sizes) if parameter.numel() else -1)
+        last = first + (
+            sum((size - 1) * stride for size, stride in sizes)
+            if parameter.numel()
+            else -1
+        )
         here = ranges.setdefault(parameter.untyped_storage()._cdata, [])
         for start, end, other in here:
             if start <= last and first <= end:
@@ -174,9 +219,16 @@ def _refuse_shared_memory(name: str, model: nn.Module) -> None:
 
 
 def _refuse_mixed_types(name: str, parameters: dict[str, nn.Parameter]) -> None:
-    types = {parameter.dtype: path for path, parameter in parameters.items() if parameter.requires_grad}
+    types = {
+        parameter.dtype: path
+        for path, parameter in parameters.items()
+        if parameter.requires_grad
+    }
     if len(types) > 1:
-        listed = " and ".join(f"{path} in {str(dtype).removeprefix('torch.')}" for dtype, path in types.items())
+        listed = " and ".join(
+            f"{path} in {str(dtype).removeprefix('torch.')}"
+            for dtype, path in types.items()
+        )
         raise UnsupportedError(
             f"{name} trains {listed}: those of one layer, and those outside of layers, must be of one "
             "type. Load it in float32 and use parallelize(compute_dtype=torch.bfloat16); or, with PEFT, "

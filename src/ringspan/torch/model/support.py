@@ -18,7 +18,12 @@ from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch import kernels
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.layers.blockwise.head import current_copy, input_size, joined, refuse_mixing
+from ringspan.torch.layers.blockwise.head import (
+    current_copy,
+    input_size,
+    joined,
+    refuse_mixing,
+)
 from ringspan.torch.layers.decoder import (
     INDEXED_LAYERS,
     STATEFUL_LAYERS,
@@ -50,7 +55,9 @@ UNSUPPORTED_FIELDS: Final = (
 class FoundHead(NamedTuple):
     """Path from a decoder's last hidden states to logits."""
 
-    parts: tuple[str, ...] = ()  # modules in order; empty if the output embedding does it alone
+    parts: tuple[
+        str, ...
+    ] = ()  # modules in order; empty if the output embedding does it alone
     shifts: bool = True  # True if the model's own loss shifts the labels
     scale: float = 1.0
     softcap: float | None = None  # limit on the logits (``finished_logits``)
@@ -60,7 +67,9 @@ def refuse_unsupported(view: ModelView) -> FoundHead:
     """Return the model's head; raise UnsupportedError for anything the ring does not compute exactly."""
     if view.head is None or view.decoder is view.model:
         refuse_config(view.model.config)
-        raise UnsupportedError(f"{view.name} is not a causal language model with a head; use an AutoModelForCausalLM")
+        raise UnsupportedError(
+            f"{view.name} is not a causal language model with a head; use an AutoModelForCausalLM"
+        )
     refuse_unsupported_decoder(view)
     return _find_head(view, view.head)
 
@@ -74,7 +83,9 @@ def refuse_unsupported_decoder(view: ModelView) -> None:
     if has_attention(decoder.config):
         refuse_attention(view)
     if not any(is_rotary(module) for module in decoder.modules()):
-        refuse_rope_by_length(name, decoder.config, "its rotary embedding cannot be told")
+        refuse_rope_by_length(
+            name, decoder.config, "its rotary embedding cannot be told"
+        )
 
 
 @torch.no_grad()
@@ -83,7 +94,10 @@ def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
         return
     with filled(decoder, zeros=True):
         try:
-            decoder(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=decoder.device), use_cache=False)
+            decoder(
+                input_ids=torch.zeros(1, 2, dtype=torch.int64, device=decoder.device),
+                use_cache=False,
+            )
         except Exception as error:  # whatever it raises that wants more than tokens
             raise UnsupportedError(
                 f"{name} needs more than tokens ({_first_line(error)}), which a ring does not give its decoder; use a "
@@ -110,31 +124,49 @@ def refuse_config(config: PreTrainedConfig) -> None:
     """Raise UnsupportedError for a config field that asks for more than causal attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UnsupportedError(f"{kind} is an encoder-decoder model; use a decoder-only causal model")
+        raise UnsupportedError(
+            f"{kind} is an encoder-decoder model; use a decoder-only causal model"
+        )
     config = text_config(config)
     for heads, kv_heads in set(head_counts(config)):
         if heads % kv_heads:
             raise UnsupportedError(
                 f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; correct it"
             )
-    known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
+    known = {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "attention",
+        "moe",
+        "mlp",
+        *STATEFUL_LAYERS,
+    }
     known.update(INDEXED_LAYERS.get(config.model_type, ()))
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
-        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported; see docs/models.md")
+        raise UnsupportedError(
+            f"{kind}: layer_types with {', '.join(others)} are not supported; see docs/models.md"
+        )
     for field in UNSUPPORTED_FIELDS:
         value = getattr(config, field, None)
         if value:
-            raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")
+            raise UnsupportedError(
+                f"{kind}: {field}={value} is not supported yet; set it to None or 0"
+            )
     # "vision" is for the tokens of images alone, which these models do not take on a ring; PaliGemma sets it, and says
     # by the types of tokens which of them see later ones.
     asked = getattr(config, "use_bidirectional_attention", None)
     sees_later = asked not in (None, False, "vision") and kind != "paligemma"
     if not getattr(config, "is_causal", True) or sees_later:
-        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet; see docs/models.md")
+        raise UnsupportedError(
+            f"{kind}: bidirectional attention is not supported yet; see docs/models.md"
+        )
 
 
-def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:
+def refuse_route(
+    config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1
+) -> None:
     """Raise UnsupportedError if a route or dtype is unknown, or misfits ring and heads."""
     check_comm_dtype(comm_dtype, "exact")
     if route == "auto":
@@ -145,13 +177,20 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: s
     way.check_comm_dtype(comm_dtype)
 
 
-def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
+def refuse_kernel(
+    decoder: PreTrainedModel,
+    kernel: str,
+    compute_dtype: torch.dtype | None,
+    ring: DeviceMesh,
+) -> None:
     """Raise if a kernel is unknown or cannot serve the model on the ring's devices."""
     kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     if not head_sizes(config):  # there is no attention
         return
-    probe = torch.empty(1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type)
+    probe = torch.empty(
+        1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type
+    )
     scores = Scores(1.0, softcap=getattr(config, "attn_logit_softcapping", None) or 0.0)
     if refusal := kernels.why_not(kernel, probe, probe, scores):
         raise kernels.refused(kernel, refusal)
@@ -180,7 +219,9 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
                         f"{view.name} has layers between its decoder and its head, which cannot be tried "
                         "out without weights; use rs.from_pretrained, or make the model off the meta device"
                     )
-                return FoundHead(scale=logit_scale(model.config), softcap=logit_softcap(model.config))
+                return FoundHead(
+                    scale=logit_scale(model.config), softcap=logit_softcap(model.config)
+                )
             found = _try_head(view, head)
             if isinstance(found, str):  # of what is no number, nothing is equal
                 refuse_not_finite(named_in(model, head), masks=False)
@@ -191,8 +232,16 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
 
 
 def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
-    beside = [(name, part) for name, part in view.model.named_children() if view.decoder not in part.modules()]
-    if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
+    beside = [
+        (name, part)
+        for name, part in view.model.named_children()
+        if view.decoder not in part.modules()
+    ]
+    if (
+        not beside
+        or head not in beside[-1][1].modules()
+        or (beside[-1][1] is head and len(beside) == 1)
+    ):
         return ()
     return tuple(name for name, _ in beside)
 
@@ -200,28 +249,43 @@ def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
 def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     """Return how logits follow from the head, or why they differ; raise if only the loss does."""
     like = next(current_copy(head).parameters())
-    hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
+    hidden = torch.randn(
+        1, 3, input_size(head), generator=torch.Generator().manual_seed(0)
+    ).to(like)
     kind, model = view.name, view.model
     try:
         with torch.no_grad(), giving(view.decoder, hidden):
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
             # Routers' scores, of which a loss is made beside it, are none of this decoder's.
-            takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters
-            made = model(input_ids=tokens, labels=tokens, **{"output_router_logits": False} if takes_scores else {})
+            takes_scores = (
+                "output_router_logits" in inspect.signature(model.forward).parameters
+            )
+            made = model(
+                input_ids=tokens,
+                labels=tokens,
+                **{"output_router_logits": False} if takes_scores else {},
+            )
             ways = _ways(head, hidden, model.config)
-    except Exception as error:  # whatever a model raises that has other plans for its hidden states
+    except (
+        Exception
+    ) as error:  # whatever a model raises that has other plans for its hidden states
         return (
             f"{kind} makes its logits of more than its decoder's last hidden states ({_first_line(error)}), which a "
             "ring does not support yet"
         )
-    found = next((found for found, expected in ways if is_same(made.logits, expected)), None)
+    found = next(
+        (found for found, expected in ways if is_same(made.logits, expected)), None
+    )
     if found is None:
         return (
             f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
             "does not support yet"
         )
     loss, logits = made.loss.float(), made.logits[0].float()
-    shifted, unshifted = cross_entropy(logits[:-1], tokens[0, 1:]), cross_entropy(logits, tokens[0])
+    shifted, unshifted = (
+        cross_entropy(logits[:-1], tokens[0, 1:]),
+        cross_entropy(logits, tokens[0]),
+    )
     if bool((loss - shifted).abs() <= 0.01 * shifted):
         return found
     if bool((loss - unshifted).abs() <= 1e-3 * unshifted):
@@ -232,18 +296,29 @@ def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     )
 
 
-def _ways(head: nn.Module, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
+def _ways(
+    head: nn.Module, hidden: Tensor, config: PreTrainedConfig
+) -> list[tuple[FoundHead, Tensor]]:
     """Return logits by the config, or only the head: Aya Vision and Granite Speech ignore their config."""
-    said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
+    said, plain = (
+        FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)),
+        FoundHead(),
+    )
     made = head(hidden)
     before = head(hidden * said.scale)  # the factor comes before the head (Inkling)
-    return [(said, finished_logits(made, said.scale, said.softcap)), (said, before), (plain, made)]
+    return [
+        (said, finished_logits(made, said.scale, said.softcap)),
+        (said, before),
+        (plain, made),
+    ]
 
 
 def is_same(logits: Tensor, expected: Tensor) -> bool:
     """Return True if logits are equal up to rounding, of a factor before the head or a division."""
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
-    return logits.shape == expected.shape and bool(((logits - expected).abs() <= rounding).all())
+    return logits.shape == expected.shape and bool(
+        ((logits - expected).abs() <= rounding).all()
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -26,7 +26,9 @@ def untie(model: nn.Module) -> None:
             parameter = module._parameters[own]
             assert parameter is not None, "it is named"
             copy = parameter.detach().clone()
-            module._parameters[own] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+            module._parameters[own] = nn.Parameter(
+                copy, requires_grad=parameter.requires_grad
+            )
 
 
 def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:

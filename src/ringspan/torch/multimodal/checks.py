@@ -10,11 +10,21 @@ from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel
-from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, blocks_of, grid_positions, is_of, placeholder
+from ringspan.torch.multimodal.kinds import (
+    KINDS,
+    Kind,
+    Modality,
+    blocks_of,
+    grid_positions,
+    is_of,
+    placeholder,
+)
 from ringspan.torch.runtime.mesh import tensor_axis
 
 
-def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
+def check_media(
+    model: RingModel, media: Media | None, tokens: Tensor, lengths: Tensor | None
+) -> None:
     """Raise UnsupportedError, by name and example, for images or placeholders that a model cannot take."""
     # ``media`` and ``lengths`` (of documents) are the whole batch's, ``tokens`` (B, T) the local ones.
     kind: Kind | None = model.ring_media
@@ -32,8 +42,9 @@ def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: 
         )
     if media is None:
         for modality in kind.modalities:
+            # 0 pads sequences
             counts = is_of(model, modality, tokens).sum(1)
-            if placeholder(model, modality) != 0 and bool(counts.any()):  # 0 pads sequences
+            if placeholder(model, modality) != 0 and bool(counts.any()):
                 raise _lonely_tokens(model, modality, counts)
         return
     if unknown := sorted(set(media.inputs) - kind.names):
@@ -42,7 +53,9 @@ def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: 
         )
     has_any = any(modality.cut.pixels in media.inputs for modality in kind.modalities)
     if has_any and tensor_axis(model.ring_mesh) is not None:
-        raise UnsupportedError("images are not supported with tp, whose ranks would each make all embeddings; use tp=1")
+        raise UnsupportedError(
+            "images are not supported with tp, whose ranks would each make all embeddings; use tp=1"
+        )
     if model.ring_compiled and blocks_of(kind, media, lengths) is not None:
         raise UnsupportedError(
             f"{kind.blocks} marks tokens that see each other both ways, which compiled layers do not compute; use "
@@ -56,7 +69,9 @@ def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: 
         _find_positions(model, kind, media, lengths)
 
 
-def _find_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+def _find_positions(
+    model: RingModel, kind: Kind, media: Media, lengths: Tensor | None
+) -> None:
     try:
         media.found["positions"] = grid_positions(model, kind, media, lengths)
     except (RuntimeError, ValueError, IndexError, StopIteration) as error:
@@ -66,7 +81,9 @@ def _find_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor 
         ) from error
 
 
-def _check_prefix(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+def _check_prefix(
+    model: RingModel, kind: Kind, media: Media, lengths: Tensor | None
+) -> None:
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())
@@ -83,7 +100,9 @@ def _check_prefix(model: RingModel, kind: Kind, media: Media, lengths: Tensor | 
             )
 
 
-def _lonely_tokens(model: RingModel, modality: Modality, counts: Tensor) -> UnsupportedError:
+def _lonely_tokens(
+    model: RingModel, modality: Modality, counts: Tensor
+) -> UnsupportedError:
     return UnsupportedError(
         f"example {int(counts.nonzero()[0, 0])} of the batch has tokens for {modality.name}s (id "
         f"{placeholder(model, modality)}), and no {modality.cut.pixels} came with it; give rs.shard_batch what the "
@@ -96,12 +115,16 @@ def _check_modality(model: RingModel, modality: Modality, media: Media) -> None:
     counts = is_of(model, modality, media.tokens).sum(1)
     if cut.pixels not in media.inputs:
         if lost := [other for other in cut.names if other in media.inputs]:
-            raise UnsupportedError(f"{lost[0]} came without {cut.pixels}; give both, or neither")
+            raise UnsupportedError(
+                f"{lost[0]} came without {cut.pixels}; give both, or neither"
+            )
         if bool(counts.any()) and placeholder(model, modality) != 0:
             raise _lonely_tokens(model, modality, counts)
         return
     if placeholder(model, modality) == 0:
-        raise UnsupportedError(f"{modality.token_field}=0 of the config is a ring's padding token; choose another")
+        raise UnsupportedError(
+            f"{modality.token_field}=0 of the config is a ring's padding token; choose another"
+        )
     cut.check(media.inputs)
     units = len(cut.costs(media.inputs))
     if not units:
@@ -117,7 +140,9 @@ def _check_modality(model: RingModel, modality: Modality, media: Media) -> None:
         check_counts(modality, tokens, counts.tolist())
 
 
-def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int]) -> None:
+def check_counts(
+    modality: Modality, made: Sequence[int], wanted: Sequence[int]
+) -> None:
     """Raise UnsupportedError if units' embeddings, in order, do not match the ``wanted`` tokens."""
     if sum(made) == sum(wanted):
         return

@@ -10,7 +10,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    image_size_to_num_patches,
+)
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.media import check_numbers
@@ -20,7 +22,12 @@ Inputs = Mapping[str, Tensor]
 
 _OTHER: Final = "; the processor must be that of the model"
 # Towers with a table of positions for images of one size.
-_OF_ONE_SIZE: Final = ("clip_vision_model", "internvl_vision", "llama4_vision_model", "siglip_vision_model")
+_OF_ONE_SIZE: Final = (
+    "clip_vision_model",
+    "internvl_vision",
+    "llama4_vision_model",
+    "siglip_vision_model",
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,15 @@ class Cut:
 
     def check(self, inputs: Inputs) -> None:
         if inputs[self.pixels].ndim != len(self.form.split(",")):
-            raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
-        if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
-            raise UnsupportedError(f"{self.pixels} needs {lacking[0]} too, which the processor returns")
+            raise UnsupportedError(
+                f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}"
+            )
+        if self.needs_all and (
+            lacking := [name for name in self.names if name not in inputs]
+        ):
+            raise UnsupportedError(
+                f"{self.pixels} needs {lacking[0]} too, which the processor returns"
+            )
         if "image_sizes" in inputs:
             check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
         counts = {name: len(value) for name, value in self.given(inputs).items()}
@@ -57,11 +70,15 @@ class Cut:
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
 
-    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
+    def check_model(
+        self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
+    ) -> None:
         """Raise UnsupportedError for inputs that the towers do not take; ``counts`` are each example's placeholders."""
         tower, (channels, *size) = config.vision_config, inputs[self.pixels].shape[-3:]
         if channels != (wanted := getattr(tower, "num_channels", 3)):
-            raise UnsupportedError(f"{self.pixels} has {channels} channels, the model's images have {wanted}{_OTHER}")
+            raise UnsupportedError(
+                f"{self.pixels} has {channels} channels, the model's images have {wanted}{_OTHER}"
+            )
         whole = tower.image_size
         whole = [whole, whole] if isinstance(whole, int) else [*whole]
         if tower.model_type in _OF_ONE_SIZE and size != whole:
@@ -69,7 +86,10 @@ class Cut:
                 f"{self.pixels} has images of {size[0]} x {size[1]}, the model's have {whole[0]} x {whole[1]}{_OTHER}"
             )
         if tower.model_type == "pixtral" and "image_sizes" in inputs:
-            side, before = tower.patch_size * getattr(config, "spatial_merge_size", 1), 0
+            side, before = (
+                tower.patch_size * getattr(config, "spatial_merge_size", 1),
+                0,
+            )
             for image, own in enumerate(inputs["image_sizes"].tolist()):
                 if own[0] > size[0] or own[1] > size[1] or min(own) < side:
                     raise UnsupportedError(
@@ -83,9 +103,14 @@ class Cut:
         return None
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
-        return {name: value[units.start : units.stop] for name, value in self.given(inputs).items()}
+        return {
+            name: value[units.start : units.stop]
+            for name, value in self.given(inputs).items()
+        }
 
-    def rows(self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range) -> list[Tensor]:
+    def rows(
+        self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range
+    ) -> list[Tensor]:
         return pieces_of(made)
 
 
@@ -97,7 +122,9 @@ def _whose(before: int, counts: Sequence[int]) -> str:
 
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Split a tower's output, (images, tokens, hidden size) or a list, into tensors of rows."""
-    return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
+    return [
+        piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,9 +139,13 @@ class FramesOfGrid(Cut):
 
     def check(self, inputs: Inputs) -> None:
         if self.grid not in inputs:
-            raise UnsupportedError(f"{self.pixels} needs {self.grid} too, which the processor returns")
+            raise UnsupportedError(
+                f"{self.pixels} needs {self.grid} too, which the processor returns"
+            )
         if inputs[self.pixels].ndim != 2:
-            raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
+            raise UnsupportedError(
+                f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}"
+            )
         patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()
         if patches != sum(grids):
             raise UnsupportedError(
@@ -122,14 +153,26 @@ class FramesOfGrid(Cut):
             )
 
     def costs(self, inputs: Inputs) -> list[int]:
-        return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
+        return [
+            rows * columns
+            for frames, rows, columns in inputs[self.grid].tolist()
+            for _ in range(frames)
+        ]
 
-    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
+    def check_model(
+        self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
+    ) -> None:
         tower, values = config.vision_config, inputs[self.pixels].shape[-1]
         side = tower.spatial_merge_size
-        wanted = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * tower.patch_size**2
+        wanted = (
+            getattr(tower, "in_channels", 3)
+            * tower.temporal_patch_size
+            * tower.patch_size**2
+        )
         if values != wanted:
-            raise UnsupportedError(f"{self.pixels} has patches of {values} values, the model's have {wanted}{_OTHER}")
+            raise UnsupportedError(
+                f"{self.pixels} has patches of {values} values, the model's have {wanted}{_OTHER}"
+            )
         before = 0
         for image, (frames, rows, columns) in enumerate(inputs[self.grid].tolist()):
             if rows % side or columns % side:
@@ -152,7 +195,10 @@ class FramesOfGrid(Cut):
                 kept.append([inside, rows, columns])
             first += frames
         start, stop = sum(costs[: units.start]), sum(costs[: units.stop])
-        return {self.pixels: inputs[self.pixels][start:stop], self.grid: inputs[self.grid].new_tensor(kept)}
+        return {
+            self.pixels: inputs[self.pixels][start:stop],
+            self.grid: inputs[self.grid].new_tensor(kept),
+        }
 
 
 @dataclass(frozen=True)
@@ -160,16 +206,23 @@ class ImagesOfExamples(Cut):
     """Idefics' pixels (B, I, C, H, W), zero images as padding, and their mask (B, I, H, W)."""
 
     def check(self, inputs: Inputs) -> None:
-        shapes = {name: tuple(value.shape[:2]) for name, value in self.given(inputs).items()}
+        shapes = {
+            name: tuple(value.shape[:2]) for name, value in self.given(inputs).items()
+        }
         if inputs[self.pixels].ndim != 5 or len(set(shapes.values())) > 1:
-            raise UnsupportedError(f"{self.pixels} must be (examples, images, channels, height, width), got {shapes}")
+            raise UnsupportedError(
+                f"{self.pixels} must be (examples, images, channels, height, width), got {shapes}"
+            )
 
     def costs(self, inputs: Inputs) -> list[int]:
         return [1] * len(self._real(inputs))
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
         real = self._real(inputs)[units.start : units.stop]
-        return {name: value.flatten(0, 1)[real][None] for name, value in self.given(inputs).items()}
+        return {
+            name: value.flatten(0, 1)[real][None]
+            for name, value in self.given(inputs).items()
+        }
 
     def _real(self, inputs: Inputs) -> Tensor:
         return inputs[self.pixels].flatten(0, 1).flatten(1).any(-1).nonzero()[:, 0]
@@ -198,31 +251,43 @@ class ImagesOfTiles(Cut):
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]
 
-    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
+    def check_model(
+        self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
+    ) -> None:
         super().check_model(inputs, config, counts)
         tiles, images = inputs[self.pixels].shape[1], self._groups(inputs)
         is_only = [count == 1 for count in images for _ in range(count)]
         for image, size in enumerate(inputs["image_sizes"].tolist()):
             if not is_only[image]:
                 continue
-            wanted = image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+            wanted = image_size_to_num_patches(
+                size, config.image_grid_pinpoints, config.vision_config.image_size
+            )
             if wanted > tiles:
-                with_images = [min(number, 1) for number in counts]  # one unit each, or nobody can tell whose each is
+                # one unit each, or nobody can tell whose each is
+                with_images = [min(number, 1) for number in counts]
                 unit = sum(end <= image for end in accumulate(images))
-                whose = _whose(unit, with_images) if sum(with_images) == len(images) else ""
+                whose = (
+                    _whose(unit, with_images) if sum(with_images) == len(images) else ""
+                )
                 raise UnsupportedError(
                     f"image_sizes says {size[0]} x {size[1]} of image {image}{whose}, which makes {wanted} tiles, "
                     f"{self.pixels} holds {tiles}{_OTHER}"
                 )
 
     def costs(self, inputs: Inputs) -> list[int]:
-        return [inputs[self.pixels].shape[1] if count == 1 else count for count in self._groups(inputs)]
+        return [
+            inputs[self.pixels].shape[1] if count == 1 else count
+            for count in self._groups(inputs)
+        ]
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
         groups = self._groups(inputs)
         images = slice(sum(groups[: units.start]), sum(groups[: units.stop]))
         kept = torch.tensor(groups[units.start : units.stop])
-        return {name: inputs[name][images] for name in (self.pixels, "image_sizes")} | {"batch_num_images": kept}
+        return {name: inputs[name][images] for name in (self.pixels, "image_sizes")} | {
+            "batch_num_images": kept
+        }
 
 
 @dataclass(frozen=True)
@@ -235,12 +300,21 @@ class FramesOfVideos(Cut):
         return [1] * (inputs[self.pixels].shape[0] * inputs[self.pixels].shape[1])
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
-        return {self.pixels: inputs[self.pixels].flatten(0, 1)[units.start : units.stop, None]}
+        return {
+            self.pixels: inputs[self.pixels].flatten(0, 1)[
+                units.start : units.stop, None
+            ]
+        }
 
-    def rows(self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range) -> list[Tensor]:
+    def rows(
+        self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range
+    ) -> list[Tensor]:
         frames = inputs[self.pixels].shape[1]
         # Each frame went through as a video of its own; the break stays behind the last one.
-        return [row if (unit + 1) % frames == 0 else row[:-1] for unit, row in zip(units, made, strict=True)]
+        return [
+            row if (unit + 1) % frames == 0 else row[:-1]
+            for unit, row in zip(units, made, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -249,10 +323,17 @@ class WindowsOfSound(Cut):
 
     form: ClassVar[str] = "(windows, bins, steps)"
 
-    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
-        steps, whole = inputs[self.pixels].shape[-1], 2 * config.audio_config.max_source_positions
+    def check_model(
+        self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
+    ) -> None:
+        steps, whole = (
+            inputs[self.pixels].shape[-1],
+            2 * config.audio_config.max_source_positions,
+        )
         if steps != whole:
-            raise UnsupportedError(f"{self.pixels} has windows of {steps} steps, the model's have {whole}{_OTHER}")
+            raise UnsupportedError(
+                f"{self.pixels} has windows of {steps} steps, the model's have {whole}{_OTHER}"
+            )
 
 
 @dataclass(frozen=True)
@@ -262,12 +343,18 @@ class PartsOfSound(WindowsOfSound):
     def check(self, inputs: Inputs) -> None:
         pixels, name = inputs[self.pixels], self.names[1]
         mask = inputs.get(name)
-        if mask is None or pixels.ndim != 3 or mask.shape != (len(pixels), pixels.shape[-1]):
+        if (
+            mask is None
+            or pixels.ndim != 3
+            or mask.shape != (len(pixels), pixels.shape[-1])
+        ):
             raise UnsupportedError(
                 f"{self.pixels} must be (windows, bins, steps) with {name} (windows, steps), got "
                 f"{tuple(pixels.shape)} and {None if mask is None else tuple(mask.shape)}"
             )
 
     def tokens(self, inputs: Inputs, config: PreTrainedConfig) -> list[int] | None:
-        halved = (inputs[self.names[1]].sum(-1) - 1) // 2 + 1  # by a convolution, then by a pooling
+        halved = (
+            inputs[self.names[1]].sum(-1) - 1
+        ) // 2 + 1  # by a convolution, then by a pooling
         return ((halved - 2) // 2 + 1).tolist()

@@ -15,9 +15,13 @@ from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.multimodal import cuts
 
 
-def llama4_images(model: Any, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
+def llama4_images(
+    model: Any, pixel_values: Tensor, **_: object
+) -> BaseModelOutputWithPooling:
     """Compute embeddings (I, tokens, C) of images (I, channels, H, W)."""
-    seen = model.get_image_features(pixel_values=pixel_values, return_dict=True).last_hidden_state
+    seen = model.get_image_features(
+        pixel_values=pixel_values, return_dict=True
+    ).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen))
 
 
@@ -26,14 +30,18 @@ def qwen2_audio_sound(
 ) -> BaseModelOutputWithPooling:
     """Compute embeddings (tokens, C) of sound windows (W, bins, steps), without padding."""
     tower = model.audio_tower
-    halved, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    halved, lengths = tower._get_feat_extract_output_lengths(
+        feature_attention_mask.sum(-1)
+    )
     steps = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=halved.device)
     mask = create_bidirectional_mask(
         config=tower.config,
         inputs_embeds=input_features.new_empty((len(input_features), len(steps), 1)),
         attention_mask=(steps < halved[:, None]).long(),
     )
-    rows = model.multi_modal_projector(tower(input_features, attention_mask=mask).last_hidden_state)
+    rows = model.multi_modal_projector(
+        tower(input_features, attention_mask=mask).last_hidden_state
+    )
     real = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
     return BaseModelOutputWithPooling(pooler_output=rows[real])
 
@@ -49,9 +57,13 @@ class Modality(NamedTuple):
 
 class Kind(NamedTuple):
     modalities: tuple[Modality, ...]
-    blocks: str | None = None  # input whose tokens of type ``block_type`` see each other both ways
+    blocks: str | None = (
+        None  # input whose tokens of type ``block_type`` see each other both ways
+    )
     block_type: int = 1
-    is_prefix: bool = False  # True if a document's block is its prefix, whatever window a layer has
+    is_prefix: bool = (
+        False  # True if a document's block is its prefix, whatever window a layer has
+    )
     has_grid_positions: bool = False  # True if tokens have a time, row and column from ``get_rope_index`` (M-RoPE)
     others: tuple[str, ...] = ()  # further inputs
     features: Callable[..., Any] | None = None
@@ -65,7 +77,9 @@ class Kind(NamedTuple):
 
 _IMAGES: Final = Modality("image", cuts.Cut(("pixel_values",)))
 _SIZED: Final = Modality("image", cuts.Cut(("pixel_values", "image_sizes")))
-_OF_EXAMPLES: Final = Modality("image", cuts.ImagesOfExamples(("pixel_values", "pixel_attention_mask")))
+_OF_EXAMPLES: Final = Modality(
+    "image", cuts.ImagesOfExamples(("pixel_values", "pixel_attention_mask"))
+)
 _SOUND: Final = Modality("audio", cuts.WindowsOfSound(("input_features",)))
 _QWEN: Final = Kind(
     (
@@ -79,7 +93,13 @@ _NEWER_QWEN: Final = _QWEN._replace(others=("mm_token_type_ids",))
 
 # By model type; each is held to one process by tests/torch/multimodal.
 KINDS: Final[Mapping[str, Kind]] = {
-    "audioflamingo3": Kind((Modality("audio", cuts.PartsOfSound(("input_features", "input_features_mask"))),)),
+    "audioflamingo3": Kind(
+        (
+            Modality(
+                "audio", cuts.PartsOfSound(("input_features", "input_features_mask"))
+            ),
+        )
+    ),
     "gemma3": Kind((_IMAGES,), blocks="token_type_ids"),
     "idefics3": Kind((_OF_EXAMPLES,)),
     "internvl": Kind((_IMAGES,)),
@@ -87,15 +107,24 @@ KINDS: Final[Mapping[str, Kind]] = {
     "llava": Kind((_SIZED,)),
     "llava_onevision": Kind(
         (
-            Modality("image", cuts.ImagesOfTiles(("pixel_values", "image_sizes", "batch_num_images"))),
+            Modality(
+                "image",
+                cuts.ImagesOfTiles(("pixel_values", "image_sizes", "batch_num_images")),
+            ),
             Modality("video", cuts.FramesOfVideos(("pixel_values_videos",))),
         )
     ),
     "mistral3": Kind((Modality("image", cuts.Cut(_SIZED.cut.names, needs_all=True)),)),
-    "paligemma": Kind((_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True),
+    "paligemma": Kind(
+        (_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True
+    ),
     "qwen2_5_vl": _QWEN,
     "qwen2_audio": Kind(
-        (Modality("audio", cuts.PartsOfSound(("input_features", "feature_attention_mask"))),),
+        (
+            Modality(
+                "audio", cuts.PartsOfSound(("input_features", "feature_attention_mask"))
+            ),
+        ),
         features=qwen2_audio_sound,
     ),
     "qwen2_vl": _QWEN,
@@ -112,7 +141,9 @@ def kind_of(view: ModelView) -> Kind | None:
     kind = KINDS.get(view.model.config.model_type)
     if kind is None or not view.towers:
         return None
-    if kind.features is None and not all(hasattr(view.inner, f"get_{each.name}_features") for each in kind.modalities):
+    if kind.features is None and not all(
+        hasattr(view.inner, f"get_{each.name}_features") for each in kind.modalities
+    ):
         return None
     return kind
 
@@ -148,12 +179,20 @@ def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] 
     found: list[Blocks] = []
     for row in range(len(inside)):
         firsts = starts[row].nonzero()[:, 0].tolist()
-        sizes = torch.bincount(starts[row].cumsum(0)[inside[row]], minlength=len(firsts) + 1)[1:].tolist()
-        found.append(tuple((first, first + size) for first, size in zip(firsts, sizes, strict=True)))
+        sizes = torch.bincount(
+            starts[row].cumsum(0)[inside[row]], minlength=len(firsts) + 1
+        )[1:].tolist()
+        found.append(
+            tuple(
+                (first, first + size) for first, size in zip(firsts, sizes, strict=True)
+            )
+        )
     return found if any(found) else None
 
 
-def grid_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> Tensor:
+def grid_positions(
+    model: RingModel, kind: Kind, media: Media, lengths: Tensor | None
+) -> Tensor:
     """Compute each token's time, row and column (3, B, S) by the model's ``get_rope_index`` of each document."""
     inner: Any = inner_of(model)
     tokens = media.tokens
@@ -171,14 +210,24 @@ def grid_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor |
     types = _types(model, kind, tokens) if types is None else types.cpu()
     real = torch.ones_like(tokens)
     if lengths is None and media.real is not None:
-        real = (media.real | ~media.real.any(1, keepdim=True)).to(tokens)  # one of padding alone has positions too
-    given = tokens.new_zeros((3, len(documents), longest))  # tokens, types, and which are none
+        # one of padding alone has positions too
+        real = (media.real | ~media.real.any(1, keepdim=True)).to(tokens)
+    # tokens, types, and which are none
+    given = tokens.new_zeros((3, len(documents), longest))
     for number, (row, start, stop) in enumerate(documents):
-        given[:, number, : stop - start] = torch.stack([x[row, start:stop].to(tokens) for x in (tokens, types, real)])
+        given[:, number, : stop - start] = torch.stack(
+            [x[row, start:stop].to(tokens) for x in (tokens, types, real)]
+        )
     taken = inspect.signature(inner.get_rope_index).parameters
     names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    grids = {name: media.inputs[name].cpu() for name in names if name in taken and name in media.inputs}
-    found, _ = inner.get_rope_index(given[0], mm_token_type_ids=given[1], attention_mask=given[2], **grids)
+    grids = {
+        name: media.inputs[name].cpu()
+        for name in names
+        if name in taken and name in media.inputs
+    }
+    found, _ = inner.get_rope_index(
+        given[0], mm_token_type_ids=given[1], attention_mask=given[2], **grids
+    )
     positions = tokens.new_zeros((3, batch, length))
     for number, (row, start, stop) in enumerate(documents):
         positions[:, row, start:stop] = found[:, number, : stop - start]

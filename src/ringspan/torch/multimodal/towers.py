@@ -30,7 +30,9 @@ from ringspan.torch.multimodal.kinds import Blocks, Kind, Modality, blocks_of, i
 from ringspan.torch.transport.collectives import gather, gather_over
 
 
-def put_towers_on_ring(view: ModelView, kind: Kind, *, checkpointed: bool) -> list[nn.Module]:
+def put_towers_on_ring(
+    view: ModelView, kind: Kind, *, checkpointed: bool
+) -> list[nn.Module]:
     """Make towers compute their rank's share, in place; return their layers, gathered (and ``checkpointed``) singly."""
     for modality in kind.modalities if kind.features is None else ():
         mix_in(view.inner, _MIXINS[modality.name])
@@ -61,7 +63,9 @@ class Made(NamedTuple):
         self.output.pooler_output = _as(self.output.pooler_output, first)
         if deeper:
             before = self.output.deepstack_features
-            self.output.deepstack_features = [_as(old, new) for old, new in zip(before, deeper, strict=True)]
+            self.output.deepstack_features = [
+                _as(old, new) for old, new in zip(before, deeper, strict=True)
+            ]
         return self.output
 
 
@@ -81,26 +85,47 @@ class SharedTowers:
     def __init__(self, model: RingModel) -> None:
         self.model, self.kind = model, model.ring_media
         ring: DeviceMesh = model.ring_axis
-        self.group, self.rank, self.ranks = ring.get_group(), ring.get_local_rank(), ring.size()
+        self.group, self.rank, self.ranks = (
+            ring.get_group(),
+            ring.get_local_rank(),
+            ring.size(),
+        )
         self.works: dict[str, Work] = {}
 
     def add(self, modality: Modality, inputs: Inputs, *, is_counted: bool) -> None:
         """Share out inputs of the whole batch, or run the cheapest and discard it."""
         inputs = modality.cut.given(inputs)
-        share = share_out(modality.cut.costs(inputs), self.ranks)[self.rank] if is_counted else range(0)
-        self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
+        share = (
+            share_out(modality.cut.costs(inputs), self.ranks)[self.rank]
+            if is_counted
+            else range(0)
+        )
+        self.works[modality.name] = Work(
+            modality, inputs, share or cheapest_of(modality, inputs), bool(share)
+        )
 
     def make(self, work: Work, compute: Callable[..., Any]) -> Made:
         device = next(iter(self.model.get_input_embeddings().parameters())).device
-        taken = {name: part.to(device) for name, part in work.modality.cut.take(work.inputs, work.units).items()}
+        taken = {
+            name: part.to(device)
+            for name, part in work.modality.cut.take(work.inputs, work.units).items()
+        }
         output = compute(**taken, return_dict=True)
         pieces = work.modality.cut.rows(output.pooler_output, work.inputs, work.units)
-        deeper = [torch.cat(pieces_of(each)) for each in getattr(output, "deepstack_features", None) or ()]
+        deeper = [
+            torch.cat(pieces_of(each))
+            for each in getattr(output, "deepstack_features", None) or ()
+        ]
         parts = [torch.cat(pieces), *deeper]
         rows = torch.cat(parts, -1)
         if not work.is_counted:
             rows, pieces = rows[:0], []
-        return Made(output, rows, [part.shape[-1] for part in parts], [len(piece) for piece in pieces])
+        return Made(
+            output,
+            rows,
+            [part.shape[-1] for part in parts],
+            [len(piece) for piece in pieces],
+        )
 
     def counted(self, work: Work, made: Made, wanted: list[int]) -> list[int]:
         """Return each rank's number of embeddings; UnsupportedError on all if placeholders differ."""
@@ -109,7 +134,9 @@ class SharedTowers:
         dist.all_reduce(by_rank, group=self.group)
         if int(by_rank.sum()) != sum(wanted):
             told: list[list[int]] = gather(made.counts, self.group)
-            check_counts(work.modality, [number for each in told for number in each], wanted)
+            check_counts(
+                work.modality, [number for each in told for number in each], wanted
+            )
         return by_rank.tolist()
 
     def features(self, name: str, compute: Callable[..., Any]) -> object:
@@ -131,13 +158,22 @@ class SharedTowers:
 
     def decoded(self, given: dict[str, Any]) -> BaseModelOutput:
         ids = given["input_ids"]
+        # it asks for them where it is given pixels, whatever these hold
         with self.active() as inner:
-            if self.kind.features is None:  # it asks for them where it is given pixels, whatever these hold
-                return inner(**given | {work.modality.cut.pixels: ids.new_empty(0) for work in self.works.values()})
+            if self.kind.features is None:
+                return inner(
+                    **given
+                    | {
+                        work.modality.cut.pixels: ids.new_empty(0)
+                        for work in self.works.values()
+                    }
+                )
             embedded = self.model.get_input_embeddings()(ids)
             for name, work in self.works.items():
                 rows = self.asked(inner, name).pooler_output.to(embedded)
-                embedded = embedded.masked_scatter(is_of(self.model, work.modality, ids)[..., None], rows)
+                embedded = embedded.masked_scatter(
+                    is_of(self.model, work.modality, ids)[..., None], rows
+                )
         others = {name: value for name, value in given.items() if name != "input_ids"}
         return decoder_on_ring(self.model)(inputs_embeds=embedded, **others)
 
@@ -146,9 +182,13 @@ class MediaPass(SharedTowers):
     """Images of one batch on their way through a model; ``inputs`` may be another replica's."""
 
     def __init__(
-        self, model: RingModel, media: Media | None, inputs: Mapping[str, Inputs], split: BatchLayout,
+        self,
+        model: RingModel,
+        media: Media | None,
+        inputs: Mapping[str, Inputs],
+        split: BatchLayout,
         lengths: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model)
         self.media, self.split, self.lengths = media, split, lengths
         for modality in self.kind.modalities:
@@ -162,9 +202,17 @@ class MediaPass(SharedTowers):
         if self.kind.has_grid_positions and self.media is not None:
             grid: Tensor = self.media.found["positions"]
             set_global_length(decoder_on_ring(self.model), int(grid.max()) + 1)
-            split = BatchLayout.of(self.model.ring_layout, grid.shape[-1], self.ranks, self.lengths)
-            local = split.shard(grid.permute(1, 2, 0), self.rank).permute(2, 0, 1).to(device)
-            positions = torch.cat((positions[None].to(local).expand(1, *local.shape[1:]), local))
+            split = BatchLayout.of(
+                self.model.ring_layout, grid.shape[-1], self.ranks, self.lengths
+            )
+            local = (
+                split.shard(grid.permute(1, 2, 0), self.rank)
+                .permute(2, 0, 1)
+                .to(device)
+            )
+            positions = torch.cat(
+                (positions[None].to(local).expand(1, *local.shape[1:]), local)
+            )
         return self.decoded(given | {"position_ids": positions})
 
     def features(self, name: str, compute: Callable[..., Any]) -> object:
@@ -175,57 +223,86 @@ class MediaPass(SharedTowers):
             there = is_of(self.model, work.modality, self.media.tokens)
             places, wanted = there.nonzero(), there.sum(1).tolist()
         made = self.make(work, compute)
-        plan = make_plan(places.numpy(), self.split, self.rank, self.counted(work, made, wanted))
+        plan = make_plan(
+            places.numpy(), self.split, self.rank, self.counted(work, made, wanted)
+        )
         return made.placed(exchange(made.rows, plan, self.group))
 
 
-def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
+def find_pass(
+    model: RingModel, media: Media | None, tokens: int, lengths: Tensor | None
+) -> MediaPass | None:
     """Return the image pass of a batch with some local tokens; None if no replica has images."""
     # All replicas run the same towers, since gradients are summed: one without images runs another's smallest.
     kind: Kind | None = model.ring_media
     if kind is None:
         return None
     own = {} if media is None else media.inputs
-    inputs: dict[str, Inputs] = {each.name: each.cut.given(own) for each in kind.modalities if each.cut.pixels in own}
+    inputs: dict[str, Inputs] = {
+        each.name: each.cut.given(own)
+        for each in kind.modalities
+        if each.cut.pixels in own
+    }
     if model.ring_mesh.get_group("replicate").size() > 1:
         inputs = _with_replicas(model.ring_mesh, kind, inputs)
     if not inputs and (media is None or not kind.has_grid_positions):
         return None
     ring = model.ring_axis
-    split = BatchLayout.of(model.ring_layout, ring.size() * tokens, ring.size(), lengths)
+    split = BatchLayout.of(
+        model.ring_layout, ring.size() * tokens, ring.size(), lengths
+    )
     return MediaPass(model, media, inputs, split, lengths)
 
 
-def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> dict[str, Inputs]:
+def _with_replicas(
+    mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]
+) -> dict[str, Inputs]:
     """Return each modality's inputs on any replica: its own, or the cheapest unit of another's."""
-    total = torch.tensor([each.name in inputs for each in kind.modalities], dtype=torch.int64, device=mesh.device_type)
+    total = torch.tensor(
+        [each.name in inputs for each in kind.modalities],
+        dtype=torch.int64,
+        device=mesh.device_type,
+    )
     dist.all_reduce(total, group=mesh.get_group("replicate"))
     for modality, replicas in zip(kind.modalities, total.tolist(), strict=True):
         if replicas in (0, mesh.get_group("replicate").size()):
             continue
         mine = None
         if modality.name in inputs:
-            mine = modality.cut.take(inputs[modality.name], cheapest_of(modality, inputs[modality.name]))
+            mine = modality.cut.take(
+                inputs[modality.name], cheapest_of(modality, inputs[modality.name])
+            )
         offered = gather_over(mesh, mine, ["replicate"])
         if mine is None:
-            inputs = inputs | {modality.name: next(each for each in offered if each is not None)}
+            inputs = inputs | {
+                modality.name: next(each for each in offered if each is not None)
+            }
     return inputs
 
 
 class RingTowers(nn.Module):
     ring_pass: SharedTowers | None = None
 
-    def inputs_merger(self: Any, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+    def inputs_merger(
+        self: Any, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor
+    ) -> Tensor:
         """Replace Idefics' method before transformers 5.2x, which counts whole images per sequence."""
         places = (input_ids == self.config.image_token_id)[..., None]
-        return inputs_embeds.masked_scatter(places, image_hidden_states.to(inputs_embeds))
+        return inputs_embeds.masked_scatter(
+            places, image_hidden_states.to(inputs_embeds)
+        )
 
 
 def _features(
-    inner: object, name: str, compute: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+    inner: object,
+    name: str,
+    compute: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
+    # somebody's own call, or a tower's method that calls another one
     current: SharedTowers | None = vars(inner).pop("ring_pass", None)
-    if current is None:  # somebody's own call, or a tower's method that calls another one
+    if current is None:
         return compute(*args, **kwargs)
     try:
         return current.features(name, compute)
@@ -254,7 +331,9 @@ class PromptImages(SharedTowers):
         self.media, self._repeats = media, rows // len(media)
         self._behind = count - media.tokens.shape[1]
         blocks = blocks_of(self.kind, media, None)
-        self.blocks: list[Blocks] | None = blocks and [row for row in blocks for _ in range(self._repeats)]
+        self.blocks: list[Blocks] | None = blocks and [
+            row for row in blocks for _ in range(self._repeats)
+        ]
         """The runs of tokens of each sequence that see each other both ways."""
         self._made: dict[str, Made] = {}
         self._columns: Tensor | None = None  # new tokens that are read now
@@ -271,7 +350,9 @@ class PromptImages(SharedTowers):
         if name not in self._made:
             made = self.make(work, compute)
             by_rank = self.counted(work, made, places.sum(1).tolist())
-            parts = [made.rows.new_empty((count, made.rows.shape[1])) for count in by_rank]
+            parts = [
+                made.rows.new_empty((count, made.rows.shape[1])) for count in by_rank
+            ]
             parts[self.rank] = made.rows
             for rank, part in enumerate(parts):
                 dist.broadcast(part, group_src=rank, group=self.group)
@@ -279,8 +360,12 @@ class PromptImages(SharedTowers):
             return made.output
         assert self._columns is not None, "a turn says which"
         made = self._made[name]
-        numbers = (places.flatten().cumsum(0) - 1).view(places.shape).masked_fill(~places, -1)
-        numbers = pad(numbers, (0, self._behind), value=-1)[:, self._columns].repeat_interleave(self._repeats, 0)
+        numbers = (
+            (places.flatten().cumsum(0) - 1).view(places.shape).masked_fill(~places, -1)
+        )
+        numbers = pad(numbers, (0, self._behind), value=-1)[
+            :, self._columns
+        ].repeat_interleave(self._repeats, 0)
         wanted = numbers[numbers >= 0]
         return made.placed(made.rows[wanted.to(made.rows.device)])
 
@@ -297,7 +382,11 @@ def share_out(costs: Sequence[int], ranks: int) -> list[range]:
     """Assign consecutive units to ranks by each one's middle, at about equal cost."""
     ends = np.cumsum(np.array(costs, dtype=np.float64))
     total = float(ends[-1]) if len(costs) else 0.0
-    owners = ((ends - np.array(costs) / 2) * ranks / (total or 1.0)).astype(np.int64).clip(max=ranks - 1)
+    owners = (
+        ((ends - np.array(costs) / 2) * ranks / (total or 1.0))
+        .astype(np.int64)
+        .clip(max=ranks - 1)
+    )
     bounds = np.searchsorted(owners, np.arange(ranks + 1)).tolist()
     return [range(bounds[rank], bounds[rank + 1]) for rank in range(ranks)]
 
@@ -309,7 +398,9 @@ class Plan(NamedTuple):
     order: Tensor  # indices of received embeddings, in the order of local tokens (B, T)
 
 
-def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[int]) -> Plan:
+def make_plan(
+    places: Integers, split: BatchLayout, rank: int, made: Sequence[int]
+) -> Plan:
     """Plan one rank's exchange: ``places`` (R, 2) of all embeddings are sorted (sequence, position)."""
     ranks, tokens = split.shared.ranks, split.shared.tokens_per_rank
     tables = np.stack([layout.inverse for layout in split.rows])
@@ -338,7 +429,13 @@ def exchange(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         return _traded(rows, send, receive, group)
 
@@ -348,8 +445,16 @@ class _Exchanged(torch.autograd.Function):
         return _traded(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def _traded(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+def _traded(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
     received = rows.new_empty((sum(receive), rows.shape[1]))
     # As bytes: not every backend sends every dtype.
-    dist.all_to_all_single(received.view(torch.uint8), rows.contiguous().view(torch.uint8), receive, send, group=group)
+    dist.all_to_all_single(
+        received.view(torch.uint8),
+        rows.contiguous().view(torch.uint8),
+        receive,
+        send,
+        group=group,
+    )
     return received

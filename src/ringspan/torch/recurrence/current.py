@@ -76,7 +76,9 @@ class SequencePass:
     fold: Any = field(default=None, compare=False)
     """Whose turn it is (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
     index_loss: IndexLoss | None = field(default=None, compare=False)
-    is_part: bool = False  # of a longer one, of which an index may not choose all tokens
+    is_part: bool = (
+        False  # of a longer one, of which an index may not choose all tokens
+    )
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
         """Yield the sequences that share a layout."""
@@ -84,7 +86,9 @@ class SequencePass:
             return [(slice(None), self)]
         return [
             (slice(row, row + 1), replace(self, layouts=(layout,), starts=(starts,)))
-            for row, (layout, starts) in enumerate(zip(self.layouts, self.starts, strict=True))
+            for row, (layout, starts) in enumerate(
+                zip(self.layouts, self.starts, strict=True)
+            )
         ]
 
 
@@ -116,7 +120,9 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def carried(checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool) -> Callable[..., Any]:
+def carried(
+    checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool
+) -> Callable[..., Any]:
     """Wrap a layer's checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states.
 
     ``switches``: of the layer.
@@ -126,7 +132,9 @@ def carried(checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool) 
         if not torch.is_grad_enabled():  # nothing is computed again
             return checkpoint(function, *args)
         now, as_then = current_pass(), switches.noted()
-        sequences = None if now is None else replace(now, record=Record() if keeps else None)
+        sequences = (
+            None if now is None else replace(now, record=Record() if keeps else None)
+        )
 
         def in_pass(*args: object) -> object:
             if sequences is not None and sequences.record is not None:
@@ -143,4 +151,6 @@ def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             checkpoint = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = carried(checkpoint, Switches(layer), keeps=keeps)
+            layer._gradient_checkpointing_func = carried(
+                checkpoint, Switches(layer), keeps=keeps
+            )

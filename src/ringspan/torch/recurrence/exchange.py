@@ -36,7 +36,11 @@ class Entry:
 
     @classmethod
     def of(cls, plan: Plan, sequences: SequencePass, width: int = 1) -> "Entry | None":
-        return None if sequences.fold is None else cls(sequences.fold, next_call(), plan, sequences.group, width)
+        return (
+            None
+            if sequences.fold is None
+            else cls(sequences.fold, next_call(), plan, sequences.group, width)
+        )
 
     def read(self) -> Tensor | None:
         """Return what the fold begins with, 0 for what is of another document; None in the first one."""
@@ -56,7 +60,9 @@ class Entry:
     def write_gradient(self, gradient: Tensor) -> None:
         if self.fold.number:
             gradient = self._seen(self._summed(gradient))
-            self.fold.folds.state_gradients.put(self.call, self.fold.number - 1, gradient)
+            self.fold.folds.state_gradients.put(
+                self.call, self.fold.number - 1, gradient
+            )
 
     def _summed(self, part: Tensor) -> Tensor:
         total = part.detach().clone(memory_format=torch.contiguous_format)
@@ -66,9 +72,14 @@ class Entry:
 
     def _seen(self, state: Tensor) -> Tensor:
         first = self.plan.places[0].start
-        before = [first - starts[bisect_right(starts, first) - 1] for starts in self.plan.starts]
+        before = [
+            first - starts[bisect_right(starts, first) - 1]
+            for starts in self.plan.starts
+        ]
         last = torch.arange(self.width, 0, -1)  # each entry's distance from the fold
-        seen = torch.stack([last <= count for count in before]).view(-1, *[1] * (state.ndim - 2), self.width)
+        seen = torch.stack([last <= count for count in before]).view(
+            -1, *[1] * (state.ndim - 2), self.width
+        )
         return state * seen.to(state)
 
 
@@ -78,7 +89,9 @@ def applied(maps: Tensor, states: Tensor, is_matrix: bool) -> Tensor:
 
 
 @torch.library.custom_op("ringspan::scan_states", mutates_args=())
-def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, reverse: bool) -> Tensor:
+def scan_states(
+    maps: Tensor, states: Tensor, plan: str, is_matrix: bool, reverse: bool
+) -> Tensor:
     """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none."""
     # maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is
     # transposed and a span takes the gradient of the state after it.
@@ -93,7 +106,9 @@ def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, revers
     with one_at_a_time(group), torch.autocast(states.device.type, enabled=False):
         agree(group, facts)
         transport = transport_of(group, f"scan {facts}")
-        return scan(maps, states, plan_, rank, transport, is_matrix=is_matrix, reverse=reverse)
+        return scan(
+            maps, states, plan_, rank, transport, is_matrix=is_matrix, reverse=reverse
+        )
 
 
 @scan_states.register_fake
@@ -102,7 +117,14 @@ def _(maps: Tensor, states: Tensor, *_: object) -> Tensor:
 
 
 def scan(
-    maps: Tensor, states: Tensor, plan: Plan, rank: int, transport: Transport, *, is_matrix: bool, reverse: bool
+    maps: Tensor,
+    states: Tensor,
+    plan: Plan,
+    rank: int,
+    transport: Transport,
+    *,
+    is_matrix: bool,
+    reverse: bool,
 ) -> Tensor:
     mine = plan.mine(rank)
     if reverse and is_matrix:
@@ -122,7 +144,9 @@ def scan(
             sender, receiver = plan.places[source].rank, plan.places[target].rank
             parts: list[Tensor] | None = None
             if sender == rank:
-                parts = [prefixes[source]] + ([prefix_maps[source]] if message.has_map else [])
+                parts = [prefixes[source]] + (
+                    [prefix_maps[source]] if message.has_map else []
+                )
                 parts = [part.contiguous() for part in parts]
                 if receiver != rank:
                     sends += [(receiver, part) for part in parts]
@@ -139,13 +163,20 @@ def scan(
             if parts is None:
                 parts = [next(received).read() for _ in range(1 + message.has_map)]
             if message.is_state:
-                taken[target] = taken[target] + parts[0] if target in taken else parts[0].clone()
+                taken[target] = (
+                    taken[target] + parts[0] if target in taken else parts[0].clone()
+                )
             if message.composes:
                 own = prefix_maps[target]
                 prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
                 if message.has_map:  # a whole prefix's map is not asked for again, but to add another branch's gradient
                     prefix_maps[target] = applied(own, parts[1], is_matrix)
-    return torch.stack([taken[number] if number in taken else torch.zeros_like(states[0]) for number in mine])
+    return torch.stack(
+        [
+            taken[number] if number in taken else torch.zeros_like(states[0])
+            for number in mine
+        ]
+    )
 
 
 @torch.library.custom_op("ringspan::halo", mutates_args=())
@@ -186,7 +217,16 @@ def _lent(x: Tensor, tokens: int, width: int, plan: str, *, reverse: bool) -> Te
         return lend(x, tokens, width, plan_, rank, transport, reverse=reverse)
 
 
-def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: Transport, *, reverse: bool) -> Tensor:
+def lend(
+    x: Tensor,
+    tokens: int,
+    width: int,
+    plan: Plan,
+    rank: int,
+    transport: Transport,
+    *,
+    reverse: bool,
+) -> Tensor:
     """Run ``halo_of``, or ``halo_backward`` in reverse, over a transport."""
     mine = plan.mine(rank)
     index = {number: i for i, number in enumerate(mine)}
@@ -215,12 +255,15 @@ def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: T
             place = (inputs if reverse else borrowed)(made, loan)
             arrivals.append((place, part))
             if part is None:
-                receives.append((sender, TensorSpec(tuple(place.shape), x.dtype, x.device)))
+                receives.append(
+                    (sender, TensorSpec(tuple(place.shape), x.dtype, x.device))
+                )
     transfer, pending = transport.post(sends, receives, int(reverse))
     transfer.wait()
     received = iter(pending)
     for place, part in arrivals:
-        place += next(received).read() if part is None else part  # an input may be in several halos
+        # an input may be in several halos
+        place += next(received).read() if part is None else part
     return made
 
 

@@ -49,7 +49,11 @@ class Plan:
         return self._loans[width]
 
     def mine(self, rank: int) -> tuple[int, ...]:
-        held = [(place.offset, number) for number, place in enumerate(self.places) if place.rank == rank]
+        held = [
+            (place.offset, number)
+            for number, place in enumerate(self.places)
+            if place.rank == rank
+        ]
         return tuple(number for _, number in sorted(held))
 
     def rows(self) -> list[tuple[slice, tuple[int, ...]]]:
@@ -64,11 +68,15 @@ class Plan:
             first = place.offset + offset
             yield LocalPiece(first, first + count, number > 0 and not begins)
 
-    def is_entered(self, number: int, piece: LocalPiece, starts: tuple[int, ...]) -> bool:
+    def is_entered(
+        self, number: int, piece: LocalPiece, starts: tuple[int, ...]
+    ) -> bool:
         """Return whether a piece's document, or a cache's text, has tokens before the first span."""
         place = self.places[number]
         before = starts[bisect_right(starts, place.start) - 1]
-        return piece.start == place.offset and (before < self.places[0].start or not self.places[0].start)
+        return piece.start == place.offset and (
+            before < self.places[0].start or not self.places[0].start
+        )
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
         return spans.passes(self.places, number, starts)
@@ -102,7 +110,9 @@ class TreePlan(Plan):
 
     def loans(self, width: int) -> tuple[spans.Loan, ...]:
         if width not in self._loans:
-            self._loans[width] = tuple(spans.branch_loans(self.places, self._before, width))
+            self._loans[width] = tuple(
+                spans.branch_loans(self.places, self._before, width)
+            )
         return self._loans[width]
 
     def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
@@ -129,14 +139,31 @@ def plan_of(layout: Layout, starts: tuple[Starts, ...]) -> Plan:
     return Plan(layout, tuple(row for row in starts if not isinstance(row, Tree)))
 
 
-def as_text(layout: Layout, starts: tuple[Starts, ...], group: dist.ProcessGroup | None) -> str:
+def as_text(
+    layout: Layout, starts: tuple[Starts, ...], group: dist.ProcessGroup | None
+) -> str:
     name = layout.spec if isinstance(layout, CustomLayout) else layout.name
-    return json.dumps([name, layout.length, layout.ranks, starts, "" if group is None else group.group_name])
+    return json.dumps(
+        [
+            name,
+            layout.length,
+            layout.ranks,
+            starts,
+            "" if group is None else group.group_name,
+        ]
+    )
 
 
 @lru_cache(maxsize=64)
 def from_text(text: str) -> tuple[Plan, str]:
     name, length, ranks, starts, group = json.loads(text)
-    layout = CustomLayout.parse(name) if name.startswith("custom") else Layout(name, length, ranks)
+    layout = (
+        CustomLayout.parse(name)
+        if name.startswith("custom")
+        else Layout(name, length, ranks)
+    )
     is_tree = isinstance(starts[0][0], list)
-    return plan_of(layout, tuple(Tree(*map(tuple, row)) if is_tree else tuple(row) for row in starts)), group
+    return plan_of(
+        layout,
+        tuple(Tree(*map(tuple, row)) if is_tree else tuple(row) for row in starts),
+    ), group

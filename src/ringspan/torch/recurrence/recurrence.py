@@ -17,7 +17,12 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import autocast_now
 from ringspan.torch.recurrence.current import Record, SequencePass
-from ringspan.torch.recurrence.exchange import Entry, halo_backward, halo_of, scan_states
+from ringspan.torch.recurrence.exchange import (
+    Entry,
+    halo_backward,
+    halo_of,
+    scan_states,
+)
 from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
 from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
 
@@ -36,11 +41,15 @@ def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> No
             part[name] = part[name][:1].narrow(dim, 0, 1)
     first = part[next(iter(rule.dims))]
     # So large that the strongest decay leaves something of it.
-    large = torch.full(rule.shapes(part)[1], 1e20, dtype=state_dtype(first.dtype), device=first.device)
+    large = torch.full(
+        rule.shapes(part)[1], 1e20, dtype=state_dtype(first.dtype), device=first.device
+    )
     try:
         with torch.no_grad():
             ends = [rule.run(function, part, state)[1] for state in (None, large)]
-        takes_states = all(isinstance(end, Tensor) for end in ends) and not torch.equal(*ends)
+        takes_states = all(isinstance(end, Tensor) for end in ends) and not torch.equal(
+            *ends
+        )
     except (IndexError, TypeError, ValueError):
         takes_states = False
     if not takes_states:
@@ -53,24 +62,45 @@ def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> No
 
 
 @torch.compiler.disable()
-def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass) -> Tensor:
+def recurrence(
+    rule: Rule,
+    function: Function,
+    arguments: Mapping[str, Any],
+    sequences: SequencePass,
+) -> Tensor:
     """Compute ``function(**arguments)`` of the whole sequence, per document, of local tokens; differentiable."""
     parts = sequences.of_rows()
     if len(parts) > 1:
-        return _joined([recurrence(rule, function, _only(rows, rule, arguments), part) for rows, part in parts], 0)
+        return _joined(
+            [
+                recurrence(rule, function, _only(rows, rule, arguments), part)
+                for rows, part in parts
+            ],
+            0,
+        )
     job = _Job.of(rule, function, arguments, sequences)
     if not job.plan.rounds and sequences.fold is None:
-        return torch.cat([job.run(job.arguments, number, None)[0] for number in job.mine], rule.out_dim)
+        return torch.cat(
+            [job.run(job.arguments, number, None)[0] for number in job.mine],
+            rule.out_dim,
+        )
     refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     entry = Entry.of(job.plan, sequences)
-    job = replace(job, arguments=job.arguments | dict.fromkeys(names))  # a checkpoint lets go of saved tensors alone
-    return _Recurrence.apply(job, names, sequences.record, entry, *(arguments[name] for name in names))
+    # a checkpoint lets go of saved tensors alone
+    job = replace(job, arguments=job.arguments | dict.fromkeys(names))
+    return _Recurrence.apply(
+        job, names, sequences.record, entry, *(arguments[name] for name in names)
+    )
 
 
 @torch.compiler.disable()
 def resumed(
-    rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass, state: Tensor | None
+    rule: Rule,
+    function: Function,
+    arguments: Mapping[str, Any],
+    sequences: SequencePass,
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``recurrence`` from an initial state, with the final state, both on every rank; not differentiable."""
     job = _Job.of(rule, function, arguments, sequences)
@@ -84,7 +114,9 @@ def resumed(
             end = torch.empty(shape, dtype=dtype, device=first.device)
         end = end.to(dtype).contiguous()
         if job.plan.layout.ranks > 1:
-            dist.broadcast(end, group_src=job.plan.places[last].rank, group=sequences.group)
+            dist.broadcast(
+                end, group_src=job.plan.places[last].rank, group=sequences.group
+            )
     return torch.cat([outs[number] for number in job.mine], rule.out_dim), end
 
 
@@ -98,13 +130,21 @@ class _Job:
     text: str
 
     @classmethod
-    def of(cls, rule: Rule, function: Function, arguments: Arguments, sequences: SequencePass) -> "_Job":
+    def of(
+        cls,
+        rule: Rule,
+        function: Function,
+        arguments: Arguments,
+        sequences: SequencePass,
+    ) -> "_Job":
         plan = plan_of(sequences.layouts[0], sequences.starts)
         rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
         text = as_text(plan.layout, sequences.starts, sequences.group)
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
 
-    def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, arguments: Arguments, number: int, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         outs: list[Tensor] = []
         ends: list[Tensor] = []
         first = self.plan.places[0].offset if number == 0 else -1
@@ -114,7 +154,9 @@ class _Job:
             for piece in self.plan.pieces(number, starts):
                 is_taken = piece.continues or piece.start == first
                 begin = state[rows] if is_taken and state is not None else None
-                out, end = self.rule.run(self.function, self._part(arguments, rows, piece), begin)
+                out, end = self.rule.run(
+                    self.function, self._part(arguments, rows, piece), begin
+                )
                 made.append(out)
             assert end is not None, "a span has tokens"
             outs.append(_joined(made, self.rule.out_dim))
@@ -137,7 +179,9 @@ class _Job:
             states.append(b)
         return _joined(maps, 0), _joined(states, 0)
 
-    def _part(self, arguments: Arguments, rows: slice, piece: LocalPiece) -> dict[str, Any]:
+    def _part(
+        self, arguments: Arguments, rows: slice, piece: LocalPiece
+    ) -> dict[str, Any]:
         part = dict(arguments)
         for name, dim in self.rule.dims.items():
             x = part.get(name)
@@ -145,15 +189,27 @@ class _Job:
                 part[name] = x[rows].narrow(dim, piece.start, piece.stop - piece.start)
         return part
 
-    def with_tensors(self, names: list[str], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    def with_tensors(
+        self, names: list[str], tensors: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         return {**self.arguments, **dict(zip(names, tensors, strict=True))}
 
-    def forward(self, arguments: Arguments, entry: Entry | None) -> tuple[Tensor, Tensor, Tensor]:
-        outs, taken, maps, ends = self.spans(arguments, None if entry is None else entry.read())
+    def forward(
+        self, arguments: Arguments, entry: Entry | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        outs, taken, maps, ends = self.spans(
+            arguments, None if entry is None else entry.read()
+        )
         if entry is not None:
             end = ends.get(len(self.plan.places) - 1)
-            entry.write(torch.zeros_like(taken[0]) if end is None else end.to(taken.dtype))
-        return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, maps
+            entry.write(
+                torch.zeros_like(taken[0]) if end is None else end.to(taken.dtype)
+            )
+        return (
+            torch.cat([outs[number] for number in self.mine], self.rule.out_dim),
+            taken,
+            maps,
+        )
 
     def spans(
         self, arguments: Arguments, begin: Tensor | None = None
@@ -167,9 +223,13 @@ class _Job:
         shapes = self.rule.shapes(arguments)
         dtype = state_dtype(first.dtype)
         for number in self.mine:
-            a, b = (torch.zeros(shape, dtype=dtype, device=first.device) for shape in shapes)
+            a, b = (
+                torch.zeros(shape, dtype=dtype, device=first.device) for shape in shapes
+            )
             if not self.plan.takes(number):
-                outs[number], b = self.run(arguments, number, begin if number == 0 else None)
+                outs[number], b = self.run(
+                    arguments, number, begin if number == 0 else None
+                )
                 ends[number] = b
             elif self.plan.is_taken(number):
                 a, b = self.map_of(arguments, number)
@@ -184,9 +244,14 @@ class _Job:
         return outs, taken, stacked, ends
 
     def backward(
-        self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor,
+        self,
+        arguments: Arguments,
+        leaves: list[Tensor],
+        dout: Tensor,
+        taken: Tensor,
+        maps: Tensor,
         entry: Entry | None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         states = [
             state.detach().requires_grad_() if self.plan.takes(number) else None
             for state, number in zip(taken, self.mine, strict=True)
@@ -197,25 +262,47 @@ class _Job:
             if begin is not None and 0 in self.mine:
                 states[self.mine.index(0)] = begin.requires_grad_()
         with torch.enable_grad():
-            made = [self.run(arguments, number, state) for number, state in zip(self.mine, states, strict=True)]
+            made = [
+                self.run(arguments, number, state)
+                for number, state in zip(self.mine, states, strict=True)
+            ]
         outs, ends = [out for out, _ in made], [end for _, end in made]
-        douts = dout.split([self.plan.places[number].tokens for number in self.mine], self.rule.out_dim)
+        douts = dout.split(
+            [self.plan.places[number].tokens for number in self.mine], self.rule.out_dim
+        )
         gammas = torch.zeros_like(taken)
         for index, state in enumerate(states):
             if state is not None and self.plan.takes(self.mine[index]):
                 both = [outs[index]], [douts[index]]
                 if later is not None and self.mine[index] == last:
-                    both = [outs[index], ends[index]], [douts[index], later.to(ends[index].dtype)]
-                (gammas[index],) = torch.autograd.grad(both[0], state, both[1], retain_graph=True)
-        dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, True) if self.plan.rounds else gammas
-        of_ends = [(end, dend.to(end.dtype)) for end, dend, number in zip(ends, dends, self.mine, strict=True)
-                   if self.plan.is_taken(number)]  # fmt: skip
+                    both = (
+                        [outs[index], ends[index]],
+                        [douts[index], later.to(ends[index].dtype)],
+                    )
+                (gammas[index],) = torch.autograd.grad(
+                    both[0], state, both[1], retain_graph=True
+                )
+        dends = (
+            scan_states(maps, gammas, self.text, self.rule.is_matrix, True)
+            if self.plan.rounds
+            else gammas
+        )
+        of_ends = [
+            (end, dend.to(end.dtype))
+            for end, dend, number in zip(ends, dends, self.mine, strict=True)
+            if self.plan.is_taken(number)
+        ]
         if later is not None and last in self.mine:
             end = ends[self.mine.index(last)]
             of_ends.append((end, later.to(end.dtype)))
-        results, gradients = [*outs, *(end for end, _ in of_ends)], [*douts, *(dend for _, dend in of_ends)]
+        results, gradients = (
+            [*outs, *(end for end, _ in of_ends)],
+            [*douts, *(dend for _, dend in of_ends)],
+        )
         own = [begin] if begin is not None and 0 in self.mine else []
-        found = torch.autograd.grad(results, [*leaves, *own], gradients, allow_unused=True)
+        found = torch.autograd.grad(
+            results, [*leaves, *own], gradients, allow_unused=True
+        )
         if entry is not None and begin is not None:
             entry.write_gradient(found[-1] if own else torch.zeros_like(begin))
         return found[: len(leaves)]
@@ -224,7 +311,12 @@ class _Job:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, job: _Job, names: list[str], record: Record | None, entry: Entry | None, *tensors: Tensor
+        ctx: Any,
+        job: _Job,
+        names: list[str],
+        record: Record | None,
+        entry: Entry | None,
+        *tensors: Tensor,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             return job.forward(job.with_tensors(names, tensors), entry)
@@ -242,13 +334,29 @@ class _Recurrence(torch.autograd.Function):
         *tensors, taken, maps = ctx.saved_tensors
         job: _Job = ctx.job
         wanted = ctx.needs_input_grad[4:]
-        inputs = tuple(x.detach().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True))
+        inputs = tuple(
+            x.detach().requires_grad_(want)
+            for x, want in zip(tensors, wanted, strict=True)
+        )
         leaves = [x for x in inputs if x.requires_grad]
         with ctx.autocast():
             found = iter(
-                job.backward(job.with_tensors(ctx.names, inputs), leaves, gradients[0], taken, maps, ctx.entry)
+                job.backward(
+                    job.with_tensors(ctx.names, inputs),
+                    leaves,
+                    gradients[0],
+                    taken,
+                    maps,
+                    ctx.entry,
+                )
             )
-        return (None, None, None, None, *(next(found) if want else None for want in wanted))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(next(found) if want else None for want in wanted),
+        )
 
 
 @torch.compiler.disable()
@@ -261,9 +369,17 @@ def convolution(
     # weight (C, K). In a pass over a cache, what it holds comes before the first token.
     parts = sequences.of_rows()
     if len(parts) > 1:
-        return _joined([convolution(function, x[rows], weight, bias, part, **options) for rows, part in parts], 0)
+        return _joined(
+            [
+                convolution(function, x[rows], weight, bias, part, **options)
+                for rows, part in parts
+            ],
+            0,
+        )
     plan, width = plan_of(sequences.layouts[0], sequences.starts), weight.shape[-1] - 1
-    mine = plan.mine(dist.get_rank(sequences.group) if sequences.group is not None else 0)
+    mine = plan.mine(
+        dist.get_rank(sequences.group) if sequences.group is not None else 0
+    )
     before = None if sequences.before is None else sequences.before.inputs
     if width and (entry := Entry.of(plan, sequences, width)):
         x, before = _Entered.apply(x, entry, _last_inputs(plan, mine, width))
@@ -280,34 +396,49 @@ def convolution(
                 reach = plan.reach_back(number, width, starts) if piece.continues else 0
                 if reach:
                     assert halos is not None, "the span before lends it"
+                    # near the first token, what lies before it is seen too
                     parts.insert(0, halos[index, rows, :, width - reach :])
                 if (
-                    before is not None and reach < width and plan.is_entered(number, piece, starts)
-                ):  # near the first token, what lies before it is seen too
-                    parts.insert(0, before[rows, :, before.shape[-1] - (width - reach) :])
+                    before is not None
+                    and reach < width
+                    and plan.is_entered(number, piece, starts)
+                ):
+                    parts.insert(
+                        0, before[rows, :, before.shape[-1] - (width - reach) :]
+                    )
                     reach = width
-                outs.append(function(_joined(parts, -1), weight, bias, **options)[..., reach:])
+                outs.append(
+                    function(_joined(parts, -1), weight, bias, **options)[..., reach:]
+                )
         convolved.append(_joined(outs, -1))
     return _joined(convolved, 0)
 
 
-def _last_inputs(plan: Plan, mine: tuple[int, ...], width: int) -> list[tuple[slice, slice]]:
+def _last_inputs(
+    plan: Plan, mine: tuple[int, ...], width: int
+) -> list[tuple[slice, slice]]:
     """Locate the local ones of a fold's last ``width`` inputs, and their places among all of these."""
     first = plan.places[-1].end - width
     if first < plan.places[0].start:
-        raise UnsupportedError(f"folds of fewer than {width} tokens, which a convolution reaches back; use fewer folds")
+        raise UnsupportedError(
+            f"folds of fewer than {width} tokens, which a convolution reaches back; use fewer folds"
+        )
     found: list[tuple[slice, slice]] = []
     for place in (plan.places[number] for number in mine):
         start, end = max(place.start, first), place.end
         if start < end:
             here = place.offset - place.start
-            found.append((slice(start + here, end + here), slice(start - first, end - first)))
+            found.append(
+                (slice(start + here, end + here), slice(start - first, end - first))
+            )
     return found
 
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entry: Entry, last: list[tuple[slice, slice]]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, entry: Entry, last: list[tuple[slice, slice]]
+    ) -> tuple[Tensor, Tensor]:
         ctx.entry, ctx.last = entry, last
         mine = x.new_zeros(*x.shape[:-1], entry.width)
         for here, there in last:
@@ -333,7 +464,9 @@ class _Halo(torch.autograd.Function):
     """Inputs and local halos; inputs pass through it so that a lending rank takes part in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: int, text: str, record: Record | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, width: int, text: str, record: Record | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.width, ctx.tokens, ctx.text = width, x.shape[-1], text
         if record is None:
             return x.view_as(x), halo_of(x, width, text)
@@ -344,11 +477,19 @@ class _Halo(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dx, dhalo = gradients
-        return dx + halo_backward(dhalo.contiguous(), ctx.width, ctx.tokens, ctx.text), None, None, None
+        return (
+            dx + halo_backward(dhalo.contiguous(), ctx.width, ctx.tokens, ctx.text),
+            None,
+            None,
+            None,
+        )
 
 
 def _only(rows: slice, rule: Rule, arguments: Arguments) -> dict[str, Any]:
-    return {name: x[rows] if name in rule.dims and isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return {
+        name: x[rows] if name in rule.dims and isinstance(x, Tensor) else x
+        for name, x in arguments.items()
+    }
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

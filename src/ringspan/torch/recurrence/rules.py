@@ -20,13 +20,17 @@ class Rule(ABC):
     """One kind of layer."""
 
     positional: ClassVar[tuple[str, ...]]  # arguments with other names in kernels
-    dims: ClassVar[Mapping[str, int]]  # the token dimension of each argument with one, after the batch
+    # the token dimension of each argument with one, after the batch
+    dims: ClassVar[Mapping[str, int]]
     out_dim: ClassVar[int]
     states: ClassVar[tuple[str, ...]]  # arguments that request states
-    is_matrix: ClassVar[bool]  # True if A is a matrix, applied from the left, False if factors of S's entries
+    # True if A is a matrix, applied from the left, False if factors of S's entries
+    is_matrix: ClassVar[bool]
 
     @abstractmethod
-    def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, function: Function, arguments: Arguments, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return outputs and final state, given the initial one."""
 
     @abstractmethod
@@ -42,23 +46,39 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def called(rule: Rule, function: Function, arguments: Arguments, **more: object) -> tuple[Tensor, Tensor]:
+def called(
+    rule: Rule, function: Function, arguments: Arguments, **more: object
+) -> tuple[Tensor, Tensor]:
     """Wrap a function to take its first arguments by position."""
     first = [arguments[name] for name in rule.positional]
-    return function(*first, **{name: x for name, x in arguments.items() if name not in rule.positional}, **more)
+    return function(
+        *first,
+        **{name: x for name, x in arguments.items() if name not in rule.positional},
+        **more,
+    )
 
 
 class DeltaRule(Rule):
     """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V), S (B, H, K, V)."""
 
     positional = "query", "key", "value"
-    dims: ClassVar[Mapping[str, int]] = {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1}
+    dims: ClassVar[Mapping[str, int]] = {
+        "query": 1,
+        "key": 1,
+        "value": 1,
+        "g": 1,
+        "beta": 1,
+    }
     out_dim = 1
     states = "initial_state", "output_final_state"
     is_matrix = True
 
-    def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return called(self, function, arguments, initial_state=state, output_final_state=True)
+    def run(
+        self, function: Function, arguments: Arguments, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return called(
+            self, function, arguments, initial_state=state, output_final_state=True
+        )
 
     def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
         # Values of zero keep what the rule makes of a state alone; begun with the identity, that is A.
@@ -66,13 +86,20 @@ class DeltaRule(Rule):
         value = arguments["value"]
         dtype = state_dtype(value.dtype)
         nothing = value.new_zeros((*value.shape[:-1], size))
-        begin = torch.zeros(batch, heads, size, width + size, dtype=dtype, device=value.device)
+        begin = torch.zeros(
+            batch, heads, size, width + size, dtype=dtype, device=value.device
+        )
         begin[..., width:] = torch.eye(size, dtype=dtype, device=value.device)
-        _, end = self.run(function, {**arguments, "value": torch.cat((value, nothing), -1)}, begin)
+        _, end = self.run(
+            function, {**arguments, "value": torch.cat((value, nothing), -1)}, begin
+        )
         return end[..., width:], end[..., :width]
 
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        (batch, _, heads, width), size = arguments["value"].shape, arguments["key"].shape[-1]
+        (batch, _, heads, width), size = (
+            arguments["value"].shape,
+            arguments["key"].shape[-1],
+        )
         return (batch, heads, size, size), (batch, heads, size, width)
 
 
@@ -80,23 +107,40 @@ class StateSpaceDual(Rule):
     """Mamba-2. x (B, T, H, V), B and C (B, T, G, N); S (B, H, V, N), A (B, H, 1, 1)."""
 
     positional = "hidden_states", "dt", "A", "B", "C", "chunk_size"
-    dims: ClassVar[Mapping[str, int]] = {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "z": 1}
+    dims: ClassVar[Mapping[str, int]] = {
+        "hidden_states": 1,
+        "dt": 1,
+        "B": 1,
+        "C": 1,
+        "z": 1,
+    }
     out_dim = 1
     states = "initial_states", "return_final_states"
     is_matrix = False
 
-    def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return called(self, function, arguments, initial_states=state, return_final_states=True)
+    def run(
+        self, function: Function, arguments: Arguments, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return called(
+            self, function, arguments, initial_states=state, return_final_states=True
+        )
 
     def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
         _, end = self.run(function, arguments, None)
-        steps = _steps(arguments["dt"], arguments.get("dt_bias"), softplus=bool(arguments.get("dt_softplus")))
+        steps = _steps(
+            arguments["dt"],
+            arguments.get("dt_bias"),
+            softplus=bool(arguments.get("dt_softplus")),
+        )
         low, high = arguments.get("dt_limit", (0.0, float("inf")))
         total = steps.clamp(low, high).to(end.dtype).sum(1)
         return (arguments["A"].to(end.dtype) * total).exp()[:, :, None, None], end
 
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        (batch, _, heads, size), states = arguments["hidden_states"].shape, arguments["B"].shape[-1]
+        (batch, _, heads, size), states = (
+            arguments["hidden_states"].shape,
+            arguments["B"].shape[-1],
+        )
         return (batch, heads, 1, 1), (batch, heads, size, states)
 
 
@@ -107,12 +151,20 @@ class SelectiveScan(Rule):
     """
 
     positional = "hidden_states", "dt", "A", "B", "C"
-    dims: ClassVar[Mapping[str, int]] = {"hidden_states": 2, "dt": 2, "B": 2, "C": 2, "z": 2}
+    dims: ClassVar[Mapping[str, int]] = {
+        "hidden_states": 2,
+        "dt": 2,
+        "B": 2,
+        "C": 2,
+        "z": 2,
+    }
     out_dim = 2
     states = ("return_last_state",)
     is_matrix = False
 
-    def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, function: Function, arguments: Arguments, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if state is None:
             return called(self, function, arguments, return_last_state=True)
         gate = arguments.get("z")
@@ -120,25 +172,37 @@ class SelectiveScan(Rule):
         out, end = called(self, function, without_gate, return_last_state=True)
         times = self._times(arguments, state.dtype)
         a, c = arguments["A"].to(state.dtype), arguments["C"].to(state.dtype)
-        added = sum((a[:, n, None] * times).exp() * state[:, :, n, None] * c[:, None, n] for n in range(a.shape[1]))
+        added = sum(
+            (a[:, n, None] * times).exp() * state[:, :, n, None] * c[:, None, n]
+            for n in range(a.shape[1])
+        )
         out = out + added
         end = end + (a * times[:, :, -1:]).exp() * state
-        return (out if gate is None else out * functional.silu(gate)).to(without_gate["hidden_states"].dtype), end
+        return (out if gate is None else out * functional.silu(gate)).to(
+            without_gate["hidden_states"].dtype
+        ), end
 
     def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
         _, end = self.run(function, arguments, None)
         dtype = state_dtype(end.dtype)
-        return (arguments["A"].to(dtype) * self._times(arguments, dtype)[:, :, -1:]).exp(), end.to(dtype)
+        return (
+            arguments["A"].to(dtype) * self._times(arguments, dtype)[:, :, -1:]
+        ).exp(), end.to(dtype)
 
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        (batch, channels, _), states = arguments["hidden_states"].shape, arguments["A"].shape[-1]
+        (batch, channels, _), states = (
+            arguments["hidden_states"].shape,
+            arguments["A"].shape[-1],
+        )
         return (batch, channels, states), (batch, channels, states)
 
     @staticmethod
     def _times(arguments: Arguments, dtype: torch.dtype) -> Tensor:
         bias = arguments.get("delta_bias")
         steps = _steps(
-            arguments["dt"], None if bias is None else bias[:, None], softplus=bool(arguments.get("delta_softplus"))
+            arguments["dt"],
+            None if bias is None else bias[:, None],
+            softplus=bool(arguments.get("delta_softplus")),
         )
         return steps.to(dtype).cumsum(2)
 
@@ -152,7 +216,9 @@ class Lightning(Rule):
     states = ()
     is_matrix = False
 
-    def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, function: Function, arguments: Arguments, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return called(self, function, arguments, state=state)
 
     def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
@@ -161,12 +227,21 @@ class Lightning(Rule):
         return decay.view(1, -1, 1, 1).expand(end.shape[0], -1, 1, 1), end
 
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        (batch, heads, _, size), width = arguments["key"].shape, arguments["value"].shape[-1]
+        (batch, heads, _, size), width = (
+            arguments["key"].shape,
+            arguments["value"].shape[-1],
+        )
         return (batch, heads, 1, 1), (batch, heads, size, width)
 
 
 def lightning_attention(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, block_tokens: int = 256, state: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    *,
+    block_tokens: int = 256,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens; out, final state.
 
@@ -175,16 +250,23 @@ def lightning_attention(
     dtype = state_dtype(query.dtype)
     batch, heads, tokens, size = key.shape
     if state is None:
-        state = torch.zeros(batch, heads, size, value.shape[-1], dtype=dtype, device=key.device)
+        state = torch.zeros(
+            batch, heads, size, value.shape[-1], dtype=dtype, device=key.device
+        )
     slopes = slopes.to(dtype).view(-1, 1, 1)
     outs: list[Tensor] = []
     for start in range(0, tokens, block_tokens):
-        q, k, v = (x[:, :, start : start + block_tokens].to(dtype) for x in (query, key, value))
-        ages = torch.arange(1, q.shape[2] + 1, dtype=dtype, device=q.device)  # of the state before, at each token
+        q, k, v = (
+            x[:, :, start : start + block_tokens].to(dtype) for x in (query, key, value)
+        )
+        # of the state before, at each token
+        ages = torch.arange(1, q.shape[2] + 1, dtype=dtype, device=q.device)
         apart = ages[:, None] - ages
         decay = (-slopes * apart).masked_fill(apart < 0, float("-inf")).exp()
         within = ((q @ k.mT) * decay) @ v
-        outs.append((within + (q * (-slopes * ages[:, None]).exp()) @ state).to(query.dtype))
+        outs.append(
+            (within + (q * (-slopes * ages[:, None]).exp()) @ state).to(query.dtype)
+        )
         left = (-slopes * (len(ages) - ages)[:, None]).exp()
         state = (-slopes * len(ages)).exp() * state + (k * left).mT @ v
     return torch.cat(outs, 2), state

@@ -16,8 +16,11 @@ from ringspan.core.mesh_axes import Names, assigned, recognised
 from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights, take_timeout
 
 # Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
-_mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()
-_numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has as many groups
+_mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = (
+    WeakKeyDictionary()
+)
+# of groups of one rank; no job has as many groups
+_numbers: Final = itertools.count(1 << 30)
 
 
 def ring_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -37,7 +40,9 @@ def ring_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return _map(mesh, roles)
 
 
-def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None) -> DeviceMesh:
+def map_mesh(
+    mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None
+) -> DeviceMesh:
     """Return a mesh with ``init_mesh``'s axes over the ranks of another one; call it on every rank.
 
     Every function recognises ``dp_replicate``, ``cp``, ``sp`` and ``tp`` (torchtitan, accelerate) without it. Process
@@ -62,7 +67,9 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     if not hasattr(mesh, "mesh_dim_names"):
         raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")
     if not mesh.mesh_dim_names:
-        raise ConfigError(f"the mesh has axes without names; give it mesh_dim_names, or {advice}")
+        raise ConfigError(
+            f"the mesh has axes without names; give it mesh_dim_names, or {advice}"
+        )
     return mesh.mesh_dim_names
 
 
@@ -73,7 +80,14 @@ def _map(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
     # By the names of its groups: equal meshes that were made one after the other have groups of their own.
     groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
     ranks = tuple(mesh.mesh.flatten().tolist())
-    key = (mesh.device_type, ranks, mesh.mesh_dim_names, mesh.shape, groups, tuple(roles.items()))
+    key = (
+        mesh.device_type,
+        ranks,
+        mesh.mesh_dim_names,
+        mesh.shape,
+        groups,
+        tuple(roles.items()),
+    )
     if key not in known:
         known[key] = _mapped_anew(mesh, roles)
     return known[key]
@@ -99,10 +113,15 @@ def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> Devi
     return mapped
 
 
-def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]) -> Tensor:
+def _arranged(
+    ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]
+) -> Tensor:
     used = [names.index(name) for axis in AXES for name in roles[axis]]
     others = [dim for dim in range(len(names)) if dim not in used]
-    sizes = [math.prod(ranks.shape[names.index(name)] for name in roles[axis]) for axis in AXES]
+    sizes = [
+        math.prod(ranks.shape[names.index(name)] for name in roles[axis])
+        for axis in AXES
+    ]
     return ranks.permute(*used, *others).reshape(sizes)
 
 

@@ -14,7 +14,12 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ABORT_AFTER_SECONDS: Final = 1.0
 """Minimum delay of a second SIGINT; terminals and launchers both deliver the first to all."""
 
-_GPUS: Final = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, of AMD, and of Windows below Linux
+# of NVIDIA, of AMD, and of Windows below Linux
+_GPUS: Final = (
+    "/dev/nvidiactl",
+    "/dev/kfd",
+    "/dev/dxg",
+)
 
 
 def serve_forks(*modules: str) -> bool:
@@ -35,7 +40,8 @@ def serve_forks(*modules: str) -> bool:
 
 def start_resource_tracker() -> None:
     """Start multiprocessing's resource tracker deaf to stop signals: SIGUSR1 to the process group would end it."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})  # it inherits that
+    # it inherits that
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         resource_tracker.ensure_running()
     finally:
@@ -45,7 +51,11 @@ def start_resource_tracker() -> None:
 def _has_gpu() -> bool:
     """Return whether CUDA is available, or before torch's import whether a driver exists."""
     torch = sys.modules.get("torch")
-    return torch.cuda.is_available() if torch else any(Path(device).exists() for device in _GPUS)
+    return (
+        torch.cuda.is_available()
+        if torch
+        else any(Path(device).exists() for device in _GPUS)
+    )
 
 
 def settle() -> None:

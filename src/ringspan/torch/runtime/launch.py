@@ -27,13 +27,27 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from ringspan.core import errors
-from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RankLost, RingspanError
+from ringspan.core.errors import (
+    EXIT_PEER_LOST,
+    EXIT_STALLED,
+    ConfigError,
+    RankLost,
+    RingspanError,
+)
 from ringspan.core.files.output import drop_output, refusal
-from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS, serve_forks, settle, start_resource_tracker
+from ringspan.torch.runtime.forks import (
+    ABORT_AFTER_SECONDS,
+    STOP_SIGNALS,
+    serve_forks,
+    settle,
+    start_resource_tracker,
+)
 
 _RENDEZVOUS_BYTES: Final = 1 << 20
 _STOP: Final = "stop"
-MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
+MOST_RANKS: Final = (
+    1024  # more processes than this on one machine is a slip of the keyboard
+)
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
 _NOTICE_SECONDS: Final = 30.0  # in which elastic notices a rank that was killed
 _WAIT_SECONDS: Final = 10.0  # without a word for the other ranks of a job
@@ -44,7 +58,9 @@ _LOGGERS: Final = (  # of how ranks ended
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
 # glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
-_THRIFT: Final = {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glibc.malloc.hugetlb=1"}
+_THRIFT: Final = {
+    "GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glibc.malloc.hugetlb=1"
+}
 
 
 def launch(
@@ -70,10 +86,18 @@ def launch(
     if num_ranks < 1:
         raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
     if num_ranks > MOST_RANKS:
-        raise ConfigError(f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine")
+        raise ConfigError(
+            f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine"
+        )
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-        raise ConfigError(f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}")
-    if 0 <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < _RENDEZVOUS_BYTES:
+        raise ConfigError(
+            f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}"
+        )
+    if (
+        0
+        <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+        < _RENDEZVOUS_BYTES
+    ):
         # Where it does not fit, torch's store asks again without end.
         raise ConfigError(
             f"ulimit -f allows files of {largest} bytes, and ranks meet through one of up to {_RENDEZVOUS_BYTES:,}; "
@@ -87,13 +111,22 @@ def launch(
     are_forks = not is_thrifty and serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=max_restarts,
-            rdzv_backend="c10d", rdzv_endpoint=str(Path(folder, "rendezvous")), rdzv_configs={"store_type": "file"},
-            run_id=uuid.uuid4().hex, start_method="forkserver" if are_forks else "spawn",
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            max_restarts=max_restarts,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder, "rendezvous")),
+            rdzv_configs={"store_type": "file"},
+            run_id=uuid.uuid4().hex,
+            start_method="forkserver" if are_forks else "spawn",
             # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
-            signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            monitor_interval=_POLL_SECONDS, local_addr="localhost",
-        )  # fmt: skip
+            signals_to_handle="SIGQUIT"
+            if forward_signals
+            else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            monitor_interval=_POLL_SECONDS,
+            local_addr="localhost",
+        )
         try:
             with (
                 _without_refusals(Path(folder)),
@@ -103,8 +136,9 @@ def launch(
                 results = elastic_launch(config, _work)(function, folder, threads, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
+        # told to stop before the ranks could answer it
         except ChildFailedError as failure:
-            if Path(folder, _STOP).exists():  # told to stop before the ranks could answer it
+            if Path(folder, _STOP).exists():
                 raise KeyboardInterrupt from None
             raise _refusal(Path(folder)) or _failure(Path(folder), failure) from None
     return [results[rank] for rank in range(num_ranks)]
@@ -123,13 +157,19 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/ranks-{attempt}", rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(minutes=10), **_nccl(device),
-    )  # fmt: skip
+        backend,
+        init_method=f"file://{folder}/ranks-{attempt}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(minutes=10),
+        **_nccl(device),
+    )
 
 
 def _nccl(device: torch.device) -> dict[str, Any]:
-    return {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
+    return (
+        {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
+    )
 
 
 def urgent() -> object:
@@ -145,7 +185,12 @@ def _said_while_waiting() -> Iterator[None]:
         f"rank {os.environ.get('RANK')} has waited {_WAIT_SECONDS:.0f} s at {place} for all "
         f"{os.environ.get('WORLD_SIZE')} ranks of this job; start those that are missing, and see that they reach it"
     )
-    timer = threading.Timer(_WAIT_SECONDS, print, (f"ringspan: {line}",), {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(
+        _WAIT_SECONDS,
+        print,
+        (f"ringspan: {line}",),
+        {"file": sys.stderr, "flush": True},
+    )
     timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
         timer.start()
@@ -183,7 +228,8 @@ def _forwarding(folder: Path) -> Iterator[None]:
         if number == signal.SIGINT:
             interrupted.append(time.monotonic())
             if interrupted[-1] - interrupted[0] >= ABORT_AFTER_SECONDS:
-                number = signal.SIGKILL  # all at once: none is left to report the loss of another
+                # all at once: none is left to report the loss of another
+                number = signal.SIGKILL
         for process in multiprocessing.active_children():
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -205,9 +251,14 @@ def _without_refusals(folder: Path) -> Iterator[None]:
 
     def is_failure(record: logging.LogRecord) -> bool:
         nonlocal is_told_to_stop
-        is_told_to_stop |= "death signal" in record.getMessage()  # the first that elastic says of it
-        is_raised = record.exc_info is not None and not isinstance(record.exc_info[1], ProcessExitedException)
-        return is_raised and not (is_told_to_stop or _refusal(folder) or (folder / _STOP).exists())
+        # the first that elastic says of it
+        is_told_to_stop |= "death signal" in record.getMessage()
+        is_raised = record.exc_info is not None and not isinstance(
+            record.exc_info[1], ProcessExitedException
+        )
+        return is_raised and not (
+            is_told_to_stop or _refusal(folder) or (folder / _STOP).exists()
+        )
 
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(is_failure)
@@ -218,14 +269,24 @@ def _without_refusals(folder: Path) -> Iterator[None]:
             logging.getLogger(name).removeFilter(is_failure)
 
 
-def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> object:
+def _work(
+    function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]
+) -> object:
     if Path(folder, _STOP).exists():
+        # in the attempt before this one: it would be refused again
         sys.exit(130)
-    if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
+    if refused := _refusal(Path(folder)):
         raise refused
-    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
+    attempt, rank = (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        int(os.environ["RANK"]),
+    )
     if attempt != "0" and rank == 0:
-        print(f"ringspan: a rank ended early; restart {attempt} of all ranks", file=sys.stderr, flush=True)
+        print(
+            f"ringspan: a rank ended early; restart {attempt} of all ranks",
+            file=sys.stderr,
+            flush=True,
+        )
     # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
@@ -237,11 +298,18 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         return function(*args)
     except Exception as error:
         if refused := refusal(error):
-            Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(refused).__name__, str(refused)]))
+            Path(folder, f"refusal-{rank}.json").write_text(
+                json.dumps([type(refused).__name__, str(refused)])
+            )
             drop_output()
             raise
         # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
-        record = [-int(attempt), time.monotonic(), rank, f"{type(error).__name__}: {error}"]
+        record = [
+            -int(attempt),
+            time.monotonic(),
+            rank,
+            f"{type(error).__name__}: {error}",
+        ]
         note = Path(folder, f"failure-{attempt}-{rank}.json")
         note.write_text(json.dumps(record))
         # If this is because another rank died, let that be seen first, by a launcher that may be busy.
@@ -276,15 +344,25 @@ def _refusal(folder: Path) -> RingspanError | None:
 def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
     codes = {one.exitcode for one in failure.failures.values()}
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
+    # SIGTERM is how elastic ends the others
     for rank, one in sorted(failure.failures.items()):
-        if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
-            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}; see its output", code)
-    if failures := [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]:
+        if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:
+            return RankLost(
+                f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}; see its output",
+                code,
+            )
+    if failures := [
+        json.loads(path.read_text()) for path in folder.glob("failure-*.json")
+    ]:
         *_, rank, reason = min(failures)  # the first of the last attempt
         return RuntimeError(f"rank {rank} failed: {reason.splitlines()[0]}")
     if code in codes:
         line = "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
         return RankLost(line, code)
     rank, first = failure.get_first_failure()
-    line = "see its output" if isinstance(first.message, str) else first.message["message"].splitlines()[0]
+    line = (
+        "see its output"
+        if isinstance(first.message, str)
+        else first.message["message"].splitlines()[0]
+    )
     return RuntimeError(f"rank {rank} failed (exit code {first.exitcode}): {line}")

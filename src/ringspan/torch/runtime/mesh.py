@@ -21,7 +21,7 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
 
 def set_timeout(group: dist.ProcessGroup | None, seconds: float) -> None:
     # Public since PyTorch 2.14.
-    set_it = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout  # pyright: ignore
+    set_it = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_it(timedelta(seconds=seconds), group)
 
 
@@ -32,7 +32,11 @@ def world_timeout_seconds(device: torch.device) -> float:
         return 0
     try:
         return timeout_seconds(world, device)
-    except (AttributeError, RuntimeError):  # neither gloo nor NCCL, which alone let it be set
+    # neither gloo nor NCCL, which alone let it be set
+    except (
+        AttributeError,
+        RuntimeError,
+    ):
         return 0
 
 
@@ -48,7 +52,9 @@ def take_timeout(mesh: DeviceMesh) -> None:
 AXES: Final = "replicate", "ring", "tp"
 
 
-def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
+def init_mesh(
+    *, ring: int | None = None, replicate: int = 1, tp: int = 1
+) -> DeviceMesh:
     """Return a mesh with axes ``replicate``, ``ring`` and, above 1, ``tp``; last-axis neighbours are adjacent ranks.
 
     Joins the process group that torchrun describes if none exists, or makes one of a single process. Replicas take
@@ -66,22 +72,29 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     world_size = dist.get_world_size()
     rest = world_size // max(1, replicate * tp)
-    _check_alike({"ring": rest if ring is None else ring, "replicate": replicate, "tp": tp})
-    return make_mesh(local_device().type, *split_world(world_size, ring, replicate, tp), tp)
+    _check_alike(
+        {"ring": rest if ring is None else ring, "replicate": replicate, "tp": tp}
+    )
+    return make_mesh(
+        local_device().type, *split_world(world_size, ring, replicate, tp), tp
+    )
 
 
 def _check_alike(asked: dict[str, int]) -> None:
     """Raise a PeerMismatch if ranks request different meshes, since their groups would hang."""
     device, ranks = local_device(), dist.get_world_size()
     if ranks == 1 or dist.get_backend() == "fake":
+        # so that ``device`` may be another rank's
         return
-    if device.type != "cpu" and "LOCAL_RANK" not in os.environ:  # so that ``device`` may be another rank's
+    if device.type != "cpu" and "LOCAL_RANK" not in os.environ:
         return
     mine = torch.tensor(list(asked.values()), device=device)
     everyone = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(everyone, mine)
     for name, numbers in zip(asked, torch.stack(everyone).T.tolist(), strict=True):
-        odd = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+        odd = next(
+            (rank for rank, number in enumerate(numbers) if number != numbers[0]), None
+        )
         if odd is not None:
             raise PeerMismatch(
                 f"the ranks ask for different meshes: {name} is {numbers[0]} on rank 0, {numbers[odd]} on rank {odd}; "
@@ -93,8 +106,12 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
     # The default group is a ring's own where it has all ranks; others would have NCCL's plain options.
     is_part = dist.get_backend() == "nccl" and 1 < ring < dist.get_world_size()
-    urgently: Any = {"backend_override": {"ring": ("nccl", urgent())}} if is_part else {}
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)], **urgently)
+    urgently: Any = (
+        {"backend_override": {"ring": ("nccl", urgent())}} if is_part else {}
+    )
+    mesh = init_device_mesh(
+        device_type, sizes, mesh_dim_names=AXES[: len(sizes)], **urgently
+    )
     take_timeout(mesh)
     flatten_weights(mesh)
     if dist.get_backend() == "nccl" and ring > 1:
@@ -109,10 +126,16 @@ def _meet_neighbours(group: dist.ProcessGroup, device_type: str) -> None:
     """
     here, ranks = group.rank(), group.size()
     peers = sorted({(here - 1) % ranks, (here + 1) % ranks})
-    sent, *received = torch.zeros(1 + len(peers), 1, dtype=torch.uint8, device=device_type)
-    asked = [(dist.irecv, each, peer) for each, peer in zip(received, peers, strict=True)]
+    sent, *received = torch.zeros(
+        1 + len(peers), 1, dtype=torch.uint8, device=device_type
+    )
+    asked = [
+        (dist.irecv, each, peer) for each, peer in zip(received, peers, strict=True)
+    ]
     asked += [(dist.isend, sent, peer) for peer in peers]
-    messages = [dist.P2POp(call, x, group=group, group_peer=peer) for call, x, peer in asked]
+    messages = [
+        dist.P2POp(call, x, group=group, group_peer=peer) for call, x, peer in asked
+    ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
 
@@ -126,7 +149,9 @@ def wait_for(mesh: DeviceMesh, seconds: float) -> None:
 def check_order(mesh: DeviceMesh) -> None:
     """Raise ConfigError for ranks that do not ascend along each axis: groups sort them."""
     # What stands in for one, and one of a dry run, whose tensor of ranks is made up.
-    if not isinstance(mesh, DeviceMesh) or (dist.is_initialized() and dist.get_backend() == "fake"):
+    if not isinstance(mesh, DeviceMesh) or (
+        dist.is_initialized() and dist.get_backend() == "fake"
+    ):
         return
     ranks = mesh.mesh.numpy()
     for axis, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
@@ -153,15 +178,25 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that share or generate one text."""
-    groups = [mesh.get_group(axis) for axis in AXES[1:] if axis in (mesh.mesh_dim_names or ())]
+    groups = [
+        mesh.get_group(axis) for axis in AXES[1:] if axis in (mesh.mesh_dim_names or ())
+    ]
     return [group for group in groups if group.size() > 1]
 
 
-def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
+def split_world(
+    world_size: int, ring: int | None, replicate: int, tp: int = 1
+) -> tuple[int, int]:
     """Return (replicate, ring) with product ``world_size / tp``; ConfigError, which names the numbers, if none."""
     others = replicate * tp
-    if min(replicate, tp) < 1 or world_size % others or (ring is not None and others * ring != world_size):
-        shown = f"replicate {replicate} x ring {'?' if ring is None else ring}" + (f" x tp {tp}" if tp != 1 else "")
+    if (
+        min(replicate, tp) < 1
+        or world_size % others
+        or (ring is not None and others * ring != world_size)
+    ):
+        shown = f"replicate {replicate} x ring {'?' if ring is None else ring}" + (
+            f" x tp {tp}" if tp != 1 else ""
+        )
         raise ConfigError(
             f"{shown} must equal the world size {world_size}; "
             f"rings that divide it: {', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)}"

@@ -13,7 +13,8 @@ def supported(package: str) -> SpecifierSet:
     """Return the releases of a package that ringspan supports, of all extras; any, if nothing is declared."""
     try:
         declared = [Requirement(line) for line in metadata.requires("ringspan") or ()]
-    except metadata.PackageNotFoundError:  # run from its sources, without an installation
+    # run from its sources, without an installation
+    except metadata.PackageNotFoundError:
         declared = []
     found = SpecifierSet()
     for each in declared:
@@ -24,7 +25,9 @@ def supported(package: str) -> SpecifierSet:
 
 def shown(releases: SpecifierSet) -> str:
     """Return releases as pip takes them, the lowest bound first: ``>=2.11,<2.16``."""
-    return ",".join(sorted(map(str, releases), key=lambda bound: (bound.startswith("<"), bound)))
+    return ",".join(
+        sorted(map(str, releases), key=lambda bound: (bound.startswith("<"), bound))
+    )
 
 
 def pip_command(package: str) -> str:

@@ -25,7 +25,9 @@ SEAMS: Final[dict[str, dict[str, str | dict[str, str]]]] = tomllib.loads(
 def check_torch() -> None:
     """Raise UnsupportedError if the installed torch lacks a name that ringspan needs, before a model is changed."""
     if (name := next(missing(), None)) is not None:
-        raise UnsupportedError(f"torch {torch.__version__} lacks {name}, which ringspan needs: {pip_command('torch')}")
+        raise UnsupportedError(
+            f"torch {torch.__version__} lacks {name}, which ringspan needs: {pip_command('torch')}"
+        )
 
 
 def missing() -> Iterator[str]:
@@ -35,7 +37,9 @@ def missing() -> Iterator[str]:
         module, _, kind = place.partition(":")
         owner = _owner(module, kind)
         for alternatives, about in names.items():
-            if _is_needed(about, release) and not any(_has(owner, name) for name in alternatives.split("|")):
+            if _is_needed(about, release) and not any(
+                _has(owner, name) for name in alternatives.split("|")
+            ):
                 yield f"{kind or module}.{alternatives.partition('|')[0]}"
 
 
@@ -58,12 +62,18 @@ def _has(owner: Any, name: str) -> bool:
     """Return whether a module or class has a name, or sets it in one of its methods, as ``__init__`` does."""
     if owner is None:
         return False
-    return hasattr(owner, name) or name in getattr(owner, "__annotations__", {}) or name in _set_by_methods(owner)
+    return (
+        hasattr(owner, name)
+        or name in getattr(owner, "__annotations__", {})
+        or name in _set_by_methods(owner)
+    )
 
 
 @cache
 def _set_by_methods(owner: Any) -> frozenset[str]:
     """Return the attributes that a class's own methods set, which an instance has and the class has not."""
-    methods = (value for value in vars(owner).values() if isinstance(value, FunctionType))
+    methods = (
+        value for value in vars(owner).values() if isinstance(value, FunctionType)
+    )
     steps = (step for method in methods for step in dis.get_instructions(method))
     return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")

@@ -15,18 +15,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise.head import vocabularies
 from ringspan.torch.layers.decoder import of_layers, text_config
-from ringspan.torch.layers.modules import Mixin, computes_as, hooks_of, local_part, mix_in
+from ringspan.torch.layers.modules import (
+    Mixin,
+    computes_as,
+    hooks_of,
+    local_part,
+    mix_in,
+)
 from ringspan.torch.transport.collectives import Sum, SumOfGradients
 from ringspan.torch.weights.packed import is_packed
 
-_COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
-STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")
+# the last is the second one's former name
+_COLUMNS: Final = (
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+)
+STYLES: Final = (
+    *_COLUMNS,
+    "rowwise",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
 
 
 def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
@@ -46,7 +68,10 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
     styles = with_adapters(planned, modules)
     for path, style in styles.items():
         # Gathered outputs of a layer would be repeated work on every rank; of the head they are what the loss needs.
-        gathers = style in _COLUMNS[1:] and modules.get(path) is not model.get_output_embeddings()
+        gathers = (
+            style in _COLUMNS[1:]
+            and modules.get(path) is not model.get_output_embeddings()
+        )
         if style not in (*STYLES, WHOLE) or gathers:
             raise UnsupportedError(
                 f"{name}: the tensor-parallel plan asks for {style!r} ({path}), which is not supported; use tp=1. "
@@ -55,9 +80,17 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
         _refuse_module(name, path, modules.get(path), style, ranks)
     # A plan of the head alone splits no layer.
     if "rowwise" not in styles.values():
-        raise UnsupportedError(f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1")
+        raise UnsupportedError(
+            f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1"
+        )
     # A scale per head, say, that stays whole beside split projections would be applied to the wrong heads.
-    for path in sorted({path.rpartition(".")[0] for path, style in planned.items() if style in ("colwise", "rowwise")}):
+    for path in sorted(
+        {
+            path.rpartition(".")[0]
+            for path, style in planned.items()
+            if style in ("colwise", "rowwise")
+        }
+    ):
         for parameter, _ in modules[path].named_parameters():
             if f"{path}.{parameter}".rpartition(".")[0] not in styles:
                 raise UnsupportedError(
@@ -65,7 +98,9 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
                 )
     for path, module in modules.items():
         if type(module).__name__ == "Gemma3nTextAltUp":
-            raise UnsupportedError(f"{name}: {path} reads the weights of a projection itself; use tp=1")
+            raise UnsupportedError(
+                f"{name}: {path} reads the weights of a projection itself; use tp=1"
+            )
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedError(
                 f"{name}: dropout {module.p} ({path}) would differ between the ranks that share a token; set it to 0, "
@@ -73,23 +108,31 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
             )
 
 
-def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, ranks: int) -> None:
+def _refuse_module(
+    name: str, path: str, module: nn.Module | None, style: str, ranks: int
+) -> None:
     wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
     if style in ("replicated_with_grad_allreduce", WHOLE):
         return
     if not isinstance(module, wanted):
         kind = f"{type(module).__module__}.{type(module).__name__}"
-        raise UnsupportedError(f"{name}: {style} is for {wanted.__name__}, {path} is a {kind}; use tp=1")
+        raise UnsupportedError(
+            f"{name}: {style} is for {wanted.__name__}, {path} is a {kind}; use tp=1"
+        )
     if wanted is nn.Linear and not computes_as(module, nn.Linear):
         raise UnsupportedError(
             f"{name}: {path} has hooks, a parametrization or a forward of its own, which would see the share of one "
             "rank; use tp=1"
         )
     if is_packed(module.weight):
-        raise UnsupportedError(f"{name}: {path} is packed (a {type(module.weight).__name__}); use tp=1")
+        raise UnsupportedError(
+            f"{name}: {path} is packed (a {type(module.weight).__name__}); use tp=1"
+        )
     size = module.weight.shape[1 if style == "rowwise" else 0]
     if size % ranks:
-        raise UnsupportedError(f"{name}: tp={ranks} does not divide the {size} features of {path}; choose a divisor")
+        raise UnsupportedError(
+            f"{name}: tp={ranks} does not divide the {size} features of {path}; choose a divisor"
+        )
 
 
 def placements_of(model: PreTrainedModel, ranks: int) -> dict[Tensor, Placement]:
@@ -109,7 +152,10 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     Embedding and head, which may be one tensor, are split by vocabulary if it divides evenly.
     """
     modules = dict(model.named_modules())
-    styles, placements = with_adapters(_styles(model, tp.size()), modules), placements_of(model, tp.size())
+    styles, placements = (
+        with_adapters(_styles(model, tp.size()), modules),
+        placements_of(model, tp.size()),
+    )
     split: dict[Tensor, nn.Parameter] = {}
     for path, module in modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -118,11 +164,19 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
             if parameter not in split:
                 placement = placements.get(parameter, Replicate())
                 # Without a source rank nothing is sent: ``parallelize`` has made the weights the same on every rank.
-                whole = distribute_tensor(parameter.detach(), tp, [placement], src_data_rank=None)
-                split[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                whole = distribute_tensor(
+                    parameter.detach(), tp, [placement], src_data_rank=None
+                )
+                split[parameter] = nn.Parameter(
+                    whole, requires_grad=parameter.requires_grad
+                )
             module._parameters[name] = split[parameter]
         if own:
-            mix_in(module, _MIXINS.get(styles.get(path, ""), Whole), tp_group=tp.get_group())
+            mix_in(
+                module,
+                _MIXINS.get(styles.get(path, ""), Whole),
+                tp_group=tp.get_group(),
+            )
         if isinstance(module, _Vocabulary) and module.padding_idx is not None:
             # Only the rank that has the padding row keeps its gradient at zero.
             rows = module.num_embeddings // tp.size()
@@ -148,7 +202,11 @@ def splits_vocabulary(head: nn.Module) -> bool:
 def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
-    styles = {name: plan[general] for name in names if (general := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in plan}
+    styles = {
+        name: plan[general]
+        for name in names
+        if (general := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in plan
+    }
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}
@@ -173,9 +231,16 @@ class Whole(Mixin):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
-    def _local(self, change: Callable[[Tensor], Tensor] = lambda p: p, leave_out: str = "") -> Iterator[None]:
-        whole = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
-        self._parameters |= {name: None if name == leave_out else change(local_part(p)) for name, p in whole.items()}
+    def _local(
+        self, change: Callable[[Tensor], Tensor] = lambda p: p, leave_out: str = ""
+    ) -> Iterator[None]:
+        whole = {
+            name: p for name, p in self._parameters.items() if isinstance(p, DTensor)
+        }
+        self._parameters |= {
+            name: None if name == leave_out else change(local_part(p))
+            for name, p in whole.items()
+        }
         try:
             yield
         finally:
@@ -298,7 +363,9 @@ WHOLE: Final = "whole"  # the style of a module that every rank has all of
 _LORA: Final = "peft.tuners.lora"
 
 
-def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def with_adapters(
+    styles: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> dict[str, str]:
     """Replace LoRA adapters in projection styles by their parts; refuse adapters that are more than two matrices."""
     result: dict[str, str] = {}
     for path, style in styles.items():
@@ -307,8 +374,14 @@ def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -
             result[path] = style
             continue
         if module.lora_variant or len(module.lora_embedding_A):
-            names = ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
-            raise UnsupportedError(f"{path} has an adapter that tp cannot split ({names}); use plain LoRA, or tp=1")
+            names = ", ".join(
+                sorted(
+                    {type(variant).__name__ for variant in module.lora_variant.values()}
+                )
+            )
+            raise UnsupportedError(
+                f"{path} has an adapter that tp cannot split ({names}); use plain LoRA, or tp=1"
+            )
         result[f"{path}.base_layer"] = style
         for name in module.lora_A:
             result[f"{path}.lora_A.{name}"] = WHOLE if style == "colwise" else style
@@ -317,4 +390,6 @@ def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -
 
 
 def _is_lora(module: object) -> bool:
-    return type(module).__module__.startswith(_LORA) and type(module).__name__ == "Linear"
+    return (
+        type(module).__module__.startswith(_LORA) and type(module).__name__ == "Linear"
+    )

@@ -17,14 +17,17 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.queue import SharedQueues
 
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
-OF_BATCH: Final = frozenset({"layout", "keys' layout", "queries", "keys", "values", "length", "mask"})
+OF_BATCH: Final = frozenset(
+    {"layout", "keys' layout", "queries", "keys", "values", "length", "mask"}
+)
 """Facts that follow from a batch."""
 
 
 @dataclass
 class _Group:
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
-    others: set[tuple[Any, ...]] = field(default_factory=set)  # agreed facts but for those ``OF_BATCH``
+    # agreed facts but for those ``OF_BATCH``
+    others: set[tuple[Any, ...]] = field(default_factory=set)
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
     is_passing: threading.Lock = field(default_factory=threading.Lock)
@@ -47,7 +50,9 @@ def queues_of(group: dist.ProcessGroup) -> SharedQueues | None:
 
 def shared_bytes() -> int:
     """Return this process's memory for messages that peers read in place."""
-    return sum(group.queues.memory.reserved_bytes for group in _groups.values() if group.queues)
+    return sum(
+        group.queues.memory.reserved_bytes for group in _groups.values() if group.queues
+    )
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
@@ -69,8 +74,9 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     if here.queues is None and dist.get_backend(group) == "gloo":
         here.queues = SharedQueues(group, timeout_seconds(group, torch.device("cpu")))
     here.others.add(others)
+    # on all ranks alike, since they agree on the order
     here.known[key] = None
-    if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
+    if len(here.known) > _KNOWN_FACTS:
         here.known.popitem(last=False)
 
 
@@ -86,7 +92,9 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Compare before this rank refuses a call, for others that would wait (at first, or with shared memory)."""
-    if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
+    if _talks(group) and (
+        (here := _groups.setdefault(group, _Group())).queues or not here.known
+    ):
         here.facts = facts
         _compare(group, here)
 
@@ -111,7 +119,11 @@ def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     """Return whether there are other, real ranks."""
-    return group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    return (
+        group is not None
+        and dist.get_world_size(group) > 1
+        and dist.get_backend(group) != "fake"
+    )
 
 
 def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
@@ -120,7 +132,9 @@ def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
     raise AssertionError("a reported problem always raises PeerMismatch")
 
 
-def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None) -> None:
+def _compare(
+    group: dist.ProcessGroup, here: _Group, problem: str | None = None
+) -> None:
     if here.queues is None:
         answers = gather(_Answer(here.facts, problem, ()), group)
     else:

@@ -25,5 +25,7 @@ def seconds(start: Moment, end: Moment) -> float:
     """Return the time between two moments; on CUDA ``synchronize`` first."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1e3
-    assert isinstance(start, float) and isinstance(end, float), "two moments of one device"
+    assert isinstance(start, float) and isinstance(end, float), (
+        "two moments of one device"
+    )
     return end - start

@@ -21,7 +21,9 @@ def gather(thing: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     return things
 
 
-def gather_over(mesh: DeviceMesh, thing: object, axes: Iterable[str] | None = None) -> list[Any]:
+def gather_over(
+    mesh: DeviceMesh, thing: object, axes: Iterable[str] | None = None
+) -> list[Any]:
     """Gather an object of each rank of a mesh, or along some axes, on every rank."""
     things = [thing]
     for axis in mesh.mesh_dim_names or () if axes is None else axes:
@@ -54,7 +56,9 @@ class Sum(torch.autograd.Function):
     """Sum over groups' ranks; each rank uses the whole sum, and its gradient is the rank's own part."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]
+    ) -> Tensor:
         total = value.clone(memory_format=torch.contiguous_format)
         for group in groups:
             dist.all_reduce(total, group=group)

@@ -14,7 +14,9 @@ def digest_integers(x: Tensor | None) -> Tensor:
     place = torch.arange(1, x.numel() + 1, device=x.device).mul_(_SPREAD)
     mixed = place.add_(x.reshape(-1)).mul_(_MIX)
     mixed ^= mixed >> 31
-    return mixed.mul_(_SPREAD).sum() + sum(size * _MIX ** (i + 1) % (1 << 62) for i, size in enumerate(x.shape))
+    return mixed.mul_(_SPREAD).sum() + sum(
+        size * _MIX ** (i + 1) % (1 << 62) for i, size in enumerate(x.shape)
+    )
 
 
 def described(x: Tensor) -> str:
@@ -28,7 +30,10 @@ def digest_values(x: Tensor) -> int:
     """Digest a tensor's bytes and places: row and column sums of words, in rows of 4,096."""
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if not flat.numel() % dtype.itemsize and not flat.storage_offset() % dtype.itemsize:
+        if (
+            not flat.numel() % dtype.itemsize
+            and not flat.storage_offset() % dtype.itemsize
+        ):
             flat = flat.view(dtype)
             break
     rows = flat[: flat.numel() // _ROW * _ROW].view(-1, _ROW)

@@ -61,7 +61,10 @@ COUNTERS: Final = Counters()
 
 @contextmanager
 def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
-    COUNTERS.transfers, COUNTERS.hops = records = list[TransferRecord](), list[HopRecord]()
+    COUNTERS.transfers, COUNTERS.hops = records = (
+        list[TransferRecord](),
+        list[HopRecord](),
+    )
     try:
         yield records
     finally:
@@ -127,11 +130,19 @@ class Transfer:
     """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
 
     def __init__(
-        self, works: Sequence[dist.Work], sends: Sequence[Tensor], record: TransferRecord | None = None,
+        self,
+        works: Sequence[dist.Work],
+        sends: Sequence[Tensor],
+        record: TransferRecord | None = None,
         receive: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let ``receive`` wait for shared-memory messages, instead of ``works``."""
-        self._works, self._sends, self._record, self._receive = list(works), list(sends), record, receive
+        self._works, self._sends, self._record, self._receive = (
+            list(works),
+            list(sends),
+            record,
+            receive,
+        )
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
@@ -158,13 +169,20 @@ class Exchange:
     ``signature`` and message number are the tag, so that a rank ahead, or in another pass, never has blocks mistaken.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, signature: str, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        signature: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self._group = group
         self._signature = signature
         self._ranks = ranks
         self._queues = queues_of(group) if group is not None else None
         # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
-        self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
+        self._tag: Final = int.from_bytes(
+            hashlib.sha256(signature.encode()).digest()[:4], "big"
+        ) % (1 << 30)
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
         # Its own tags: a trade within a Ulysses group is numbered like the ring between groups.
@@ -178,14 +196,21 @@ class Exchange:
         return spec.empty() if memory is None else spec.on(memory)
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, TensorSpec | Tensor]],
+        message: int,
     ) -> tuple[Transfer, list[PendingReceive]]:
         """Start all sends and receives of one moment together, so that no order blocks; buffers are contiguous.
 
         Between one pair of ranks the order of sends is the order of receives, and of the returned messages.
         """
-        assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
-        pending = [self._pending(self._rank(peer), asked, message) for peer, asked in receives]
+        assert self._group is not None or not (sends or receives), (
+            "a single rank has nobody to talk to"
+        )
+        pending = [
+            self._pending(self._rank(peer), asked, message) for peer, asked in receives
+        ]
         # Shared memory needs no request: such messages are on their way before the process group is asked.
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
@@ -195,19 +220,39 @@ class Exchange:
                 outgoing.append((rank, buffer))
         # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
         # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
-        operations = [self._operation(dist.irecv, r.sender, r.read(), message) for r in pending if not r.expected]
-        operations += [self._operation(dist.isend, rank, buffer, message) for rank, buffer in outgoing]
+        operations = [
+            self._operation(dist.irecv, r.sender, r.read(), message)
+            for r in pending
+            if not r.expected
+        ]
+        operations += [
+            self._operation(dist.isend, rank, buffer, message)
+            for rank, buffer in outgoing
+        ]
         works = dist.batch_isend_irecv(operations) if operations else []
         kept = [buffer for _, buffer in outgoing]
-        return Transfer(works, kept, note_post(sends, receives, message), partial(self._receive, pending)), pending
+        return Transfer(
+            works,
+            kept,
+            note_post(sends, receives, message),
+            partial(self._receive, pending),
+        ), pending
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
 
-    def _pending(self, rank: int, asked: TensorSpec | Tensor, message: int) -> PendingReceive:
+    def _pending(
+        self, rank: int, asked: TensorSpec | Tensor, message: int
+    ) -> PendingReceive:
         if queues := self._queues_with(rank, asked.device):
-            into, spec = (asked, TensorSpec.like(asked)) if isinstance(asked, Tensor) else (None, asked)
-            return PendingReceive(rank, spec, into, queues.expect(rank, self._tag + message, spec.nbytes))
+            into, spec = (
+                (asked, TensorSpec.like(asked))
+                if isinstance(asked, Tensor)
+                else (None, asked)
+            )
+            return PendingReceive(
+                rank, spec, into, queues.expect(rank, self._tag + message, spec.nbytes)
+            )
         return PendingReceive.of(rank, asked)
 
     def _receive(self, pending: Sequence[PendingReceive]) -> None:
@@ -215,23 +260,39 @@ class Exchange:
         for receive in pending:
             if receive.expected is None:
                 continue
-            assert self._queues is not None and self._group is not None, "it expects the message"
+            assert self._queues is not None and self._group is not None, (
+                "it expects the message"
+            )
             try:
                 arrived = receive.spec.on(self._queues.receive(receive.expected))
-                receive.message = arrived if receive.message is None else receive.message.copy_(arrived)
+                receive.message = (
+                    arrived
+                    if receive.message is None
+                    else receive.message.copy_(arrived)
+                )
             except OutOfStepError as error:
                 # One rank has noticed. The others are told, so that all raise and none waits for the time-out.
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
-        return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
+        return (
+            self._queues
+            if self._queues and device.type == "cpu" and self._queues.carries(rank)
+            else None
+        )
 
-    def _operation(self, call: Callable[..., object], rank: int, buffer: Tensor, message: int) -> dist.P2POp:
-        return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
+    def _operation(
+        self, call: Callable[..., object], rank: int, buffer: Tensor, message: int
+    ) -> dist.P2POp:
+        return dist.P2POp(
+            call, buffer, group=self._group, tag=self._tag + message, group_peer=rank
+        )
 
 
 def note_post(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, TensorSpec | Tensor]],
+    message: int,
 ) -> TransferRecord | None:
     """Count a post; return its record, or None if records are off."""
     COUNTERS.num_posts += 1
@@ -241,7 +302,13 @@ def note_post(
     messages = [*sends, *receives]
     if COUNTERS.transfers is None or not messages:
         return None
-    sent, received = (sum(message.nbytes for _, message in each) for each in (sends, receives))
+    sent, received = (
+        sum(message.nbytes for _, message in each) for each in (sends, receives)
+    )
     device = messages[0][1].device
-    COUNTERS.transfers.append(TransferRecord(message // 2, bool(message % 2), sent, received, device, now(device)))
+    COUNTERS.transfers.append(
+        TransferRecord(
+            message // 2, bool(message % 2), sent, received, device, now(device)
+        )
+    )
     return COUNTERS.transfers[-1]

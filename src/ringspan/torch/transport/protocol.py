@@ -7,14 +7,23 @@ from typing import Final, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.torch.transport.exchange import Exchange, PendingReceive, TensorSpec, Transfer, note_post
+from ringspan.torch.transport.exchange import (
+    Exchange,
+    PendingReceive,
+    TensorSpec,
+    Transfer,
+    note_post,
+)
 
 
 class Transport(Protocol):
     """Point-to-point messages of one rank during one pass. Peers are numbered from 0 on."""
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, TensorSpec | Tensor]],
+        message: int,
     ) -> tuple[Transfer, list[PendingReceive]]:
         """Start all sends (to, buffer) and receives (from, spec) of the message with this number, without waiting.
 
@@ -32,7 +41,9 @@ class Transport(Protocol):
         ...
 
 
-_registered: Final[dict[str, Callable[[str], Transport]]] = {}  # by the name of a process group
+_registered: Final[
+    dict[str, Callable[[str], Transport]]
+] = {}  # by the name of a process group
 
 
 def transport_of(group: dist.ProcessGroup | None, signature: str) -> Transport:
@@ -41,7 +52,9 @@ def transport_of(group: dist.ProcessGroup | None, signature: str) -> Transport:
 
 
 @contextmanager
-def transport_registered(group: dist.ProcessGroup, make: Callable[[str], Transport]) -> Iterator[None]:
+def transport_registered(
+    group: dist.ProcessGroup, make: Callable[[str], Transport]
+) -> Iterator[None]:
     """Use ``make(signature)`` for passes over a group, found by its name, while active."""
     before = dict(_registered)
     _registered[group.group_name] = make
@@ -61,7 +74,9 @@ class Network(Protocol):
         """Take a message, which is unchanged only until its transfer was waited for."""
         ...
 
-    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+    def receive(
+        self, pending: Sequence[PendingReceive], key: MessageKey
+    ) -> Callable[[], None] | None:
         """Start to fill one post's messages; return a call that waits for them, or None."""
         ...
 
@@ -76,7 +91,9 @@ class Nobody:
         if self.seen is not None:
             self.seen(message)
 
-    def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
+    def receive(
+        self, pending: Sequence[PendingReceive], key: MessageKey
+    ) -> Callable[[], None] | None:
         if self.seen is not None:
             for each in pending:
                 self.seen(each.read())
@@ -85,7 +102,9 @@ class Nobody:
 class FakeTransport:
     """One rank's messages to and from a network; they count like real ones."""
 
-    def __init__(self, network: Network, name: str = "", ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, network: Network, name: str = "", ranks: Sequence[int] | None = None
+    ) -> None:
         """Choose the numbering of peers: by network rank, or by index into ``ranks``."""
         self._network, self._name, self._ranks = network, name, ranks
 
@@ -96,15 +115,25 @@ class FakeTransport:
         return spec.empty()
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, TensorSpec | Tensor]],
+        message: int,
     ) -> tuple[Transfer, list[PendingReceive]]:
         key = self._name, message
-        pending = [PendingReceive.of(self._rank(peer), asked) for peer, asked in receives]
+        pending = [
+            PendingReceive.of(self._rank(peer), asked) for peer, asked in receives
+        ]
         wait = self._network.receive(pending, key) if pending else None
         for peer, buffer in sends:
             assert buffer.is_contiguous(), "messages are contiguous"
             self._network.send(self._rank(peer), buffer, key)
-        return Transfer((), [buffer for _, buffer in sends], note_post(sends, receives, message), wait), pending
+        return Transfer(
+            (),
+            [buffer for _, buffer in sends],
+            note_post(sends, receives, message),
+            wait,
+        ), pending
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]

@@ -25,7 +25,8 @@ from ringspan.torch.transport.shared_memory import SharedMemory
 _REQUESTS, _WAITS_FOR, _WAITS_NUMBER, _WAITS_COUNT, _QUEUES = range(5)
 _DESCRIPTOR_WORDS: Final = 4  # sequence number (from 1), tag, slot, size in bytes
 _CAPACITY: Final = 255  # descriptors in a queue
-_QUEUE_WORDS: Final = 1 + _CAPACITY * _DESCRIPTOR_WORDS  # how many descriptors the reader took, then the descriptors
+# how many descriptors the reader took, then the descriptors
+_QUEUE_WORDS: Final = 1 + _CAPACITY * _DESCRIPTOR_WORDS
 
 _SPIN_SECONDS: Final = 2e-4  # of busy polling at first
 _SLEEP_SECONDS: Final = 1e-3  # at most, between two polls after that
@@ -58,15 +59,22 @@ class SharedQueues:
         self.memory = SharedMemory(group, num_words=_QUEUES + _QUEUE_WORDS * ranks)
         self._rank, self._seconds = dist.get_rank(group), seconds
         # Whoever shares memory is a process of this host, whose end can be asked of the kernel at once.
-        self._pulses = {rank: _Pulse(process) for rank, process in self.memory.peers.items()}
+        self._pulses = {
+            rank: _Pulse(process) for rank, process in self.memory.peers.items()
+        }
         bounds = range(_QUEUES, _QUEUES + _QUEUE_WORDS * ranks + 1, _QUEUE_WORDS)
         self._queues = {  # by sender and reader
-            rank: [_Queue(self.memory.words(rank)[start:stop]) for start, stop in pairwise(bounds)]
+            rank: [
+                _Queue(self.memory.words(rank)[start:stop])
+                for start, stop in pairwise(bounds)
+            ]
             for rank in (self._rank, *self.memory.peers)
             if self.memory.peers
         }
         self._sent, self._expected = [0] * ranks, [0] * ranks
-        self._received: dict[tuple[int, int], _Descriptor] = {}  # taken out of queues, by sender and sequence number
+        self._received: dict[
+            tuple[int, int], _Descriptor
+        ] = {}  # taken out of queues, by sender and sequence number
         self._comparisons = 0  # that all ranks have made together
 
     def carries(self, rank: int) -> bool:
@@ -76,7 +84,9 @@ class SharedQueues:
     def send(self, message: Tensor, reader: int, tag: int) -> None:
         """Send a message without copying, unless it is outside of shared memory."""
         self._sent[reader] += 1
-        descriptor = _Descriptor(tag, self.memory.place(message, reader), message.nbytes)
+        descriptor = _Descriptor(
+            tag, self.memory.place(message, reader), message.nbytes
+        )
         for _ in self._patience(reader):
             if self._queues[self._rank][reader].put(self._sent[reader], descriptor):
                 return
@@ -87,10 +97,15 @@ class SharedQueues:
 
     def receive(self, expected: Expected) -> Tensor:
         """Wait for a message, whose bytes its sender keeps; OutOfStepError if ranks differ, RuntimeError if late."""
-        sender, key, words = expected.sender, (expected.sender, expected.number), self.memory.words(self._rank)
+        sender, key, words = (
+            expected.sender,
+            (expected.sender, expected.number),
+            self.memory.words(self._rank),
+        )
         try:
             for is_slow in self._patience(sender):
-                requests = self.memory.words(sender)[_REQUESTS]  # before the queue, which then has all it sent earlier
+                # before the queue, which then has all it sent earlier
+                requests = self.memory.words(sender)[_REQUESTS]
                 self._drain(sender)
                 if key in self._received:
                     return self._open(self._received.pop(key), expected)
@@ -100,10 +115,15 @@ class SharedQueues:
                         f"rank {sender} has not sent what this rank waits for, and does something else"
                     )
                 if is_slow:
-                    words[_WAITS_NUMBER], words[_WAITS_FOR] = expected.number, sender + 1
+                    words[_WAITS_NUMBER], words[_WAITS_FOR] = (
+                        expected.number,
+                        sender + 1,
+                    )
                     # Twice, since the words of several ranks are not read at one moment: see ``_waiting``.
                     if (waiting := self._waiting()) and waiting == self._waiting():
-                        raise OutOfStepError(f"it waits for rank {sender}, which waits for others, and they for it")
+                        raise OutOfStepError(
+                            f"it waits for rank {sender}, which waits for others, and they for it"
+                        )
         finally:
             words[_WAITS_FOR] = 0
             # Tells two waits of a rank for the same message apart, in ``_waiting`` of another rank.
@@ -122,7 +142,11 @@ class SharedQueues:
         for sender in self.memory.peers:
             self._drain(sender)
             self._expected[sender] = sent[sender]
-            for key in [key for key in self._received if key[0] == sender and key[1] <= sent[sender]]:
+            for key in [
+                key
+                for key in self._received
+                if key[0] == sender and key[1] <= sent[sender]
+            ]:
                 self.memory.release(sender, self._received.pop(key).slot)
 
     def _open(self, descriptor: "_Descriptor", expected: Expected) -> Tensor:
@@ -148,7 +172,11 @@ class SharedQueues:
             if rank not in self._queues:
                 return []
             words = self.memory.words(rank)
-            count, number, sender = words[_WAITS_COUNT], words[_WAITS_NUMBER], words[_WAITS_FOR] - 1
+            count, number, sender = (
+                words[_WAITS_COUNT],
+                words[_WAITS_NUMBER],
+                words[_WAITS_FOR] - 1,
+            )
             if sender not in self._queues or self._queues[sender][rank].holds(number):
                 return []
             found.append((rank, sender, count))
@@ -173,7 +201,9 @@ class SharedQueues:
                     yield False  # it may have done it before it ended
                     raise RuntimeError(f"rank {peer} of this ring has ended")
                 if now - started > self._seconds:
-                    raise RuntimeError(f"rank {peer} of this ring has sent nothing for {now - started:.0f} s")
+                    raise RuntimeError(
+                        f"rank {peer} of this ring has sent nothing for {now - started:.0f} s"
+                    )
             time.sleep(sleep)
             sleep = min(_SLEEP_SECONDS, 1.5 * sleep)
 
@@ -205,7 +235,9 @@ class _Queue:
     def take(self) -> Iterator[tuple[int, _Descriptor]]:
         while self._words[at := self._at(self._taken + 1)] == self._taken + 1:
             self._taken += 1
-            descriptor = _Descriptor(self._words[at + 1], self._words[at + 2], self._words[at + 3])
+            descriptor = _Descriptor(
+                self._words[at + 1], self._words[at + 2], self._words[at + 3]
+            )
             self._words[0] = self._taken
             yield self._taken, descriptor
 
@@ -217,7 +249,8 @@ class _Queue:
 class _Pulse:
     def __init__(self, process: int) -> None:
         self._poll = None
-        with suppress(OSError):  # a sandbox that does not allow it: the watchdog, or the time-out, tells
+        # a sandbox that does not allow it: the watchdog, or the time-out, tells
+        with suppress(OSError):
             descriptor = os.pidfd_open(process)
             weakref.finalize(self, os.close, descriptor).atexit = False
             self._poll = select.poll()

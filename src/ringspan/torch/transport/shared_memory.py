@@ -17,9 +17,13 @@ from torch import Tensor
 
 from ringspan.torch.transport.collectives import gather
 
-MAX_RANKS: Final = 64  # of a group that shares memory: a byte each before the message of a slot
+MAX_RANKS: Final = (
+    64  # of a group that shares memory: a byte each before the message of a slot
+)
 
-_LINE: Final = 64  # bytes before a message: a mark for each rank, in a cache line of their own
+_LINE: Final = (
+    64  # bytes before a message: a mark for each rank, in a cache line of their own
+)
 _NO_MARKS: Final = bytes(_LINE)
 _PAGE: Final = mmap.PAGESIZE
 _WORD: Final = 8  # bytes
@@ -59,11 +63,21 @@ class SharedMemory:
         readable = {
             rank: memory
             for rank, theirs in enumerate(handles)
-            if rank != self._rank and handle is not None and (memory := _open(theirs, namespace=handle[0])) is not None
+            if rank != self._rank
+            and handle is not None
+            and (memory := _open(theirs, namespace=handle[0])) is not None
         }
-        readers = [rank for rank, theirs in enumerate(gather(set(readable), group)) if self._rank in theirs]
-        self._peer_memory = {rank: readable[rank] for rank in readers if rank in readable}
-        self.peers: dict[int, int] = {rank: handles[rank][1] for rank in self._peer_memory}
+        readers = [
+            rank
+            for rank, theirs in enumerate(gather(set(readable), group))
+            if self._rank in theirs
+        ]
+        self._peer_memory = {
+            rank: readable[rank] for rank in readers if rank in readable
+        }
+        self.peers: dict[int, int] = {
+            rank: handles[rank][1] for rank in self._peer_memory
+        }
         if descriptor is not None:
             os.close(descriptor)  # everybody has mapped it
 
@@ -90,7 +104,9 @@ class SharedMemory:
         slot = self._slot_of(message)
         if slot is None:
             slot = self._free_slot(message.nbytes)
-            copy = self._own_memory.view(slot.start, slot.message, message.nbytes, self._rank)
+            copy = self._own_memory.view(
+                slot.start, slot.message, message.nbytes, self._rank
+            )
             copy.copy_(message.view(-1).view(torch.uint8))
         self._own_memory.mark(slot.start, reader, True)
         return slot.start
@@ -110,11 +126,19 @@ class SharedMemory:
     def _free_slot(self, size: int) -> _Slot:
         assert self._own_memory is not None
         self._calls += 1
-        fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
+        fitting = [
+            slot
+            for slot in self._slots
+            if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)
+        ]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.stop - slot.start)
         else:
-            for idle in [slot for slot in self._slots if self._calls - slot.used > _IDLE_CALLS and self._is_free(slot)]:
+            for idle in [
+                slot
+                for slot in self._slots
+                if self._calls - slot.used > _IDLE_CALLS and self._is_free(slot)
+            ]:
                 self._own_memory.discard(idle.start, idle.stop)
                 self._slots.remove(idle)
             slot = self._new_slot(-(-(size + _LINE) // _PAGE) * _PAGE)
@@ -133,7 +157,9 @@ class SharedMemory:
                 break
             start = slot.stop
         if start + size > self._own_memory.size:
-            raise MemoryError(f"{start + size} bytes of messages are under way, more than this machine's memory")
+            raise MemoryError(
+                f"{start + size} bytes of messages are under way, more than this machine's memory"
+            )
         slot = _Slot(start, start + size)
         insort(self._slots, slot, key=lambda slot: slot.start)
         return slot
@@ -169,7 +195,11 @@ class _Memory:
 
 def _anonymous_file(ranks: int) -> int | None:
     """Return an empty in-memory file's descriptor, or None; only on x86, whose stores other cores see in order."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
+    if (
+        platform.system() != "Linux"
+        or platform.machine() != "x86_64"
+        or ranks > MAX_RANKS
+    ):
         return None
     import resource  # Unix has it
 
@@ -177,7 +207,11 @@ def _anonymous_file(ranks: int) -> int | None:
         return None  # maps as large as the machine's memory, one per rank, would use that limit up
     try:
         descriptor = os.memfd_create("ringspan")
-    except (AttributeError, OSError):  # an old C library; a sandbox, or no more descriptors
+    # an old C library; a sandbox, or no more descriptors
+    except (
+        AttributeError,
+        OSError,
+    ):
         return None
     try:
         os.ftruncate(descriptor, os.sysconf("SC_PHYS_PAGES") * _PAGE)
@@ -187,10 +221,13 @@ def _anonymous_file(ranks: int) -> int | None:
     return descriptor
 
 
-_Handle = tuple[str, int, int, bytes]  # network namespace, process, descriptor and token
+# network namespace, process, descriptor and token
+_Handle = tuple[str, int, int, bytes]
 
 
-def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Handle | None]":
+def _own_memory(
+    descriptor: int | None, token: bytes
+) -> "tuple[_Memory | None, _Handle | None]":
     if descriptor is None:
         return None, None
     try:
@@ -207,7 +244,10 @@ def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
         return None
     _, process, number, token = handle
     # Another host has other processes, or hides them from each other; whatever has that number here has no token.
-    with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file:
+    with (
+        suppress(OSError, ValueError),
+        open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file,
+    ):
         memory = _Memory(file.fileno())
         return memory if memory.read(0, _LINE) == token else None
     return None

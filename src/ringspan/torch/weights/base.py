@@ -31,9 +31,16 @@ def note_base(adapter: Path, base: PreTrainedModel) -> None:
     try:
         folder = folder_of(name, local_files_only=True)
         digest = _fingerprint(WeightFiles(folder, base.config, adapter=True))
-    except (ConfigError, OSError, ValueError):  # a model that was never in safetensors files
+    # a model that was never in safetensors files
+    except (
+        ConfigError,
+        OSError,
+        ValueError,
+    ):
         return
-    (adapter / RECORD).write_text(json.dumps({"base_model_name_or_path": str(name), "sha256": digest}) + "\n")
+    (adapter / RECORD).write_text(
+        json.dumps({"base_model_name_or_path": str(name), "sha256": digest}) + "\n"
+    )
 
 
 def check_base(adapter: Path, base: str, files: WeightFiles) -> None:
@@ -41,7 +48,13 @@ def check_base(adapter: Path, base: str, files: WeightFiles) -> None:
     path = adapter / RECORD
     if not path.is_file():  # PEFT wrote it alone
         return
-    with refused(f"{path}: is no record of a base model", OSError, ValueError, KeyError, TypeError):
+    with refused(
+        f"{path}: is no record of a base model",
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):
         record = json.loads(read_small(path))
         began, expected = record["base_model_name_or_path"], record["sha256"]
     if _fingerprint(files) != expected:
@@ -58,7 +71,9 @@ def _fingerprint(files: WeightFiles) -> str:
         tensor = files.tensors[name]
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
         for sample in _samples(tensor):
-            digest.update(sample.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                sample.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
@@ -69,5 +84,10 @@ def _samples(tensor: Tensor) -> list[Tensor]:
     count = _NUMBERS if not others else 1
     inner = tuple(slice(0, 1) for _ in others[:-1])
     last = (slice(0, min(_NUMBERS, others[-1])),) if others else ()
-    starts = sorted({place * (rows - 1) // max(1, _PLACES - 1) for place in range(_PLACES)})
-    return [part(tensor, (slice(start, min(start + count, rows)), *inner, *last)) for start in starts]
+    starts = sorted(
+        {place * (rows - 1) // max(1, _PLACES - 1) for place in range(_PLACES)}
+    )
+    return [
+        part(tensor, (slice(start, min(start + count, rows)), *inner, *last))
+        for start in starts
+    ]

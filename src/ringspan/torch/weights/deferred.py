@@ -8,7 +8,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_iter,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 Region = tuple[slice, ...]
 """Indices of a tensor's part: per dimension a slice with start, stop and step 1."""
@@ -40,11 +46,16 @@ class Deferred(Tensor):
     """A CPU tensor without numbers yet; operations are deferred until ``part``; in place, only zeroing."""
 
     origin: "Source | _Made"
-    zeroes: list[Region]  # parts filled with zeroes, as some models initialise padding rows
+    # parts filled with zeroes, as some models initialise padding rows
+    zeroes: list[Region]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: "Source | _Made") -> "Deferred":
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, origin: "Source | _Made"
+    ) -> "Deferred":
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
+        )
         made.origin, made.zeroes = origin, []
         return made
 
@@ -61,7 +72,11 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func is _aten.equal.default:
@@ -72,18 +87,34 @@ class Deferred(Tensor):
                 owner.zeroes.append(region)
                 return args[0]
             if isinstance(args[0], Deferred):
-                raise RuntimeError(f"{func} would change a tensor that is not there yet")
+                raise RuntimeError(
+                    f"{func} would change a tensor that is not there yet"
+                )
             return func(*tree_map(_whole_of, args), **tree_map(_whole_of, kwargs))
         if func is _aten._local_scalar_dense.default:
             return func(*tree_map(_whole_of, args))
         # What lies elsewhere would be read from there: everything is computed where the files are.
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
-        metas: Any = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("device", "pin_memory", "layout")
+        }
+        metas: Any = tree_map_only(
+            Tensor,
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"),
+            (args, kwargs),
+        )
         results, shape = tree_flatten(func(*metas[0], **metas[1]))
-        alone = len(results) == 1 and not isinstance(shape.context, int) and shape.is_leaf()
+        alone = (
+            len(results) == 1 and not isinstance(shape.context, int) and shape.is_leaf()
+        )
         return tree_unflatten(
             [
-                Deferred(result.shape, result.dtype, _Made(func, args, kwargs, None if alone else index))
+                Deferred(
+                    result.shape,
+                    result.dtype,
+                    _Made(func, args, kwargs, None if alone else index),
+                )
                 if isinstance(result, Tensor)
                 else result
                 for index, result in enumerate(results)
@@ -108,7 +139,12 @@ def part(tensor: Tensor, region: Region) -> Tensor:
     for zero in tensor.zeroes:
         made = made.clone()  # what is read from a file is not written into
         starts = [each.start for each in region]
-        made[tuple(slice(max(z.start - s, 0), max(z.stop - s, 0)) for z, s in zip(zero, starts, strict=True))] = 0
+        made[
+            tuple(
+                slice(max(z.start - s, 0), max(z.stop - s, 0))
+                for z, s in zip(zero, starts, strict=True)
+            )
+        ] = 0
     return made
 
 
@@ -118,9 +154,18 @@ def _part(tensor: Deferred, region: Region) -> Tensor:
         return origin.read(region)
     rule = _RULES.get(origin.function)
     if rule is not None:
-        return rule(region, *origin.args, **origin.kwargs, **({} if origin.index is None else {"index": origin.index}))
-    result = origin.function(*tree_map(_whole_of, origin.args), **tree_map(_whole_of, origin.kwargs))
-    return (result if origin.index is None else tree_flatten(result)[0][origin.index])[region]
+        return rule(
+            region,
+            *origin.args,
+            **origin.kwargs,
+            **({} if origin.index is None else {"index": origin.index}),
+        )
+    result = origin.function(
+        *tree_map(_whole_of, origin.args), **tree_map(_whole_of, origin.kwargs)
+    )
+    return (result if origin.index is None else tree_flatten(result)[0][origin.index])[
+        region
+    ]
 
 
 def pieces(tensor: Tensor, most_bytes: int) -> Iterator[Region]:
@@ -131,14 +176,21 @@ def pieces(tensor: Tensor, most_bytes: int) -> Iterator[Region]:
         yield region_of(tensor.shape)
         return
     for start in range(0, tensor.shape[0], rows):
-        yield (slice(start, min(start + rows, tensor.shape[0])), *region_of(tensor.shape[1:]))
+        yield (
+            slice(start, min(start + rows, tensor.shape[0])),
+            *region_of(tensor.shape[1:]),
+        )
 
 
 def _is_made_in_parts(tensor: Tensor) -> bool:
     origin = tensor.origin if isinstance(tensor, Deferred) else None
     if not isinstance(origin, _Made):
         return True
-    inputs = [leaf for leaf in tree_iter((origin.args, origin.kwargs)) if isinstance(leaf, Tensor)]
+    inputs = [
+        leaf
+        for leaf in tree_iter((origin.args, origin.kwargs))
+        if isinstance(leaf, Tensor)
+    ]
     return origin.function in _RULES and all(map(_is_made_in_parts, inputs))
 
 
@@ -150,7 +202,11 @@ def sources_of(tensor: Tensor) -> list[Source]:
         if not isinstance(each, Deferred):
             continue
         if isinstance(each.origin, _Made):
-            todo += [leaf for leaf in tree_iter((each.origin.args, each.origin.kwargs)) if isinstance(leaf, Deferred)]
+            todo += [
+                leaf
+                for leaf in tree_iter((each.origin.args, each.origin.kwargs))
+                if isinstance(leaf, Deferred)
+            ]
         else:
             found.setdefault(id(each.origin), each.origin)
     return list(found.values())
@@ -172,7 +228,10 @@ def held_regions(parameter: DTensor) -> list[Region]:
 def is_first_copy(parameter: DTensor) -> bool:
     """Return True on the rank whose shard stands for those that equal it."""
     mesh = parameter.device_mesh
-    return not any(p.is_replicate() and mesh.get_local_rank(axis) for axis, p in enumerate(parameter.placements))
+    return not any(
+        p.is_replicate() and mesh.get_local_rank(axis)
+        for axis, p in enumerate(parameter.placements)
+    )
 
 
 def region_at(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
@@ -181,11 +240,17 @@ def region_at(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
 
 def overlap(one: Region, other: Region) -> tuple[Region, Region] | None:
     """Return the overlap of two parts of a tensor, in the indices of each; None without one."""
-    both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)]
+    both = [
+        (max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(one, other, strict=True)
+    ]
     if any(low >= high for low, high in both):
         return None
     firsts = ([each.start for each in part] for part in (one, other))
-    here, there = (tuple(slice(a - f, b - f) for (a, b), f in zip(both, first, strict=True)) for first in firsts)
+    here, there = (
+        tuple(slice(a - f, b - f) for (a, b), f in zip(both, first, strict=True))
+        for first in firsts
+    )
     return here, there
 
 
@@ -195,7 +260,9 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 def _place_in_memory(view: Deferred) -> tuple[Deferred, Region]:
     region = region_of(view.shape)
-    while isinstance(view.origin, _Made) and (outer := _VIEWS.get(view.origin.function)):
+    while isinstance(view.origin, _Made) and (
+        outer := _VIEWS.get(view.origin.function)
+    ):
         inner, *details = view.origin.args
         view, region = inner, outer(region, inner, *details)
     return view, region
@@ -225,7 +292,10 @@ def _whole_of(x: object) -> object:
 def _are_equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    return all(torch.equal(part(a, region), part(b, region)) for region in pieces(a, _COMPARED_BYTES))
+    return all(
+        torch.equal(part(a, region), part(b, region))
+        for region in pieces(a, _COMPARED_BYTES)
+    )
 
 
 def _with(region: Region, dim: int, new: slice) -> Region:
@@ -233,26 +303,39 @@ def _with(region: Region, dim: int, new: slice) -> Region:
 
 
 def _moved(region: Region, dim: int, offset: int) -> Region:
-    return _with(region, dim, slice(region[dim].start + offset, region[dim].stop + offset))
+    return _with(
+        region, dim, slice(region[dim].start + offset, region[dim].stop + offset)
+    )
 
 
 def _same(region: Region, x: Tensor, **_: object) -> Tensor:
     return part(x, region)
 
 
-def _cast(region: Region, x: Tensor, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _cast(
+    region: Region, x: Tensor, *, dtype: torch.dtype | None = None, **_: object
+) -> Tensor:
     made = part(x, region)
     return made if dtype is None else made.to(dtype)
 
 
-def _slice(region: Region, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
+def _slice(
+    region: Region,
+    x: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+):
     dim, (first, _, step) = dim % x.ndim, slice(start, end, step).indices(x.shape[dim])
     if step == 1:
         return part(x, _moved(region, dim, first))
     low, high = region[dim].start, region[dim].stop
     if low == high:
         return part(x, region)
-    strided = part(x, _with(region, dim, slice(first + low * step, first + (high - 1) * step + 1)))
+    strided = part(
+        x, _with(region, dim, slice(first + low * step, first + (high - 1) * step + 1))
+    )
     return strided[(*(slice(None),) * dim, slice(None, None, step))]
 
 
@@ -260,7 +343,9 @@ def _select(region: Region, x: Tensor, dim: int = 0, index: int = 0) -> Tensor:
     return part(x, _selected(region, x, dim, index)).squeeze(dim % x.ndim)
 
 
-def _split(region: Region, x: Tensor, size: int | Sequence[int], dim: int = 0, *, index: int) -> Tensor:
+def _split(
+    region: Region, x: Tensor, size: int | Sequence[int], dim: int = 0, *, index: int
+) -> Tensor:
     offset = index * size if isinstance(size, int) else sum(size[:index])
     return part(x, _moved(region, dim % x.ndim, offset))
 

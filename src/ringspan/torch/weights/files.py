@@ -28,18 +28,28 @@ DTYPES: Final = {
 
 
 class _Stored:
-    def __init__(self, path: Path, file: safe_open, name: str, place: tuple[int, int]) -> None:
+    def __init__(
+        self, path: Path, file: safe_open, name: str, place: tuple[int, int]
+    ) -> None:
         self._path, self._file, self.place = path, file, place
         self._slice: Any = file.get_slice(name)
         self.name, self.shape = name, tuple(self._slice.get_shape())
         kind = self._slice.get_dtype()
         if kind not in DTYPES:
-            raise ConfigError(f"{path}: {name} has the dtype {kind}, which is not supported; save it in another")
+            raise ConfigError(
+                f"{path}: {name} has the dtype {kind}, which is not supported; save it in another"
+            )
         self.dtype: torch.dtype = DTYPES[kind]
 
     def read(self, region: Region) -> Tensor:
         """Return a part, in mapped memory if its rows are whole."""
-        with refused(f"{self._path}: {self.name} cannot be read", SafetensorError, OSError, ValueError, RuntimeError):
+        with refused(
+            f"{self._path}: {self.name} cannot be read",
+            SafetensorError,
+            OSError,
+            ValueError,
+            RuntimeError,
+        ):
             return self._slice[region] if region else self._file.get_tensor(self.name)
 
 
@@ -47,15 +57,26 @@ class WeightFiles:
     """The tensors of a folder, by name, of the files that transformers opens for a config; ConfigError if broken."""
 
     def __init__(
-        self, folder: Path, config: object = None, *, variant: str | None = None, adapter: bool = False
+        self,
+        folder: Path,
+        config: object = None,
+        *,
+        variant: str | None = None,
+        adapter: bool = False,
     ) -> None:
         self.tensors: dict[str, Deferred] = {}
         facts: list[tuple[str, str, str, tuple[int, ...]]] = []
-        names = {path.name for path in folder.iterdir() if path.is_file()}  # no link to nowhere
+        # no link to nowhere
+        names = {path.name for path in folder.iterdir() if path.is_file()}
         try:
             refuse_beside(names, adapter=adapter)
             named = getattr(config, "transformers_weights", None)
-            found = weights_in(names, lambda name: read_small(folder / name), named=named, variant=variant)
+            found = weights_in(
+                names,
+                lambda name: read_small(folder / name),
+                named=named,
+                variant=variant,
+            )
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from error
         for number, name in enumerate(found):
@@ -68,7 +89,9 @@ class WeightFiles:
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
         for name, wanted in found.items():  # whichever file has it
             if lacking := sorted(wanted - self.tensors.keys()):
-                raise ConfigError(f"{folder / name}: has no {lacking[0]}, which the index says is there")
+                raise ConfigError(
+                    f"{folder / name}: has no {lacking[0]}, which the index says is there"
+                )
         if not self.tensors:
             raise ConfigError(f"{folder}: its weights are empty; save them again")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]
@@ -89,10 +112,14 @@ def folder_of(
     if not local_files_only:
         try:
             listed = HfApi().list_repo_files(repository, revision=revision)
-            names = [each.removeprefix(inside) for each in listed if each.startswith(inside)]
+            names = [
+                each.removeprefix(inside) for each in listed if each.startswith(inside)
+            ]
             chosen = files_to_download(
                 names,
-                lambda file: read_small(hf_hub_download(repository, inside + file, revision=revision)),
+                lambda file: read_small(
+                    hf_hub_download(repository, inside + file, revision=revision)
+                ),
                 variant=variant,
             )
             wanted = [inside + each for each in chosen]
@@ -100,8 +127,14 @@ def folder_of(
             raise ConfigError(f"{name}: {error}") from error
         except Exception as error:  # of the client or its HTTP library; where the cache has none, it says so below
             _log.info("%s: its files cannot be listed: %s", name, one_line(error))
-    options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    return Path(snapshot_download(repository, allow_patterns=[*wanted, *more], **options), subfolder)
+    options: dict[str, Any] = {
+        "revision": revision,
+        "local_files_only": local_files_only,
+    }
+    return Path(
+        snapshot_download(repository, allow_patterns=[*wanted, *more], **options),
+        subfolder,
+    )
 
 
 @contextmanager
@@ -112,7 +145,13 @@ def opened_files(folder: Path) -> Iterator[Callable[[str], Any]]:
         @cache
         def opened(name: str) -> safe_open:
             path = folder / name
-            with refused(f"{path}: is not a shard", SafetensorError, OSError, ValueError, error_type=CheckpointError):
+            with refused(
+                f"{path}: is not a shard",
+                SafetensorError,
+                OSError,
+                ValueError,
+                error_type=CheckpointError,
+            ):
                 return stack.enter_context(safe_open(path, "pt"))
 
         yield opened
@@ -122,6 +161,10 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt").__enter__()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing, and the index or config.json names it; copy it there") from None
+        raise ConfigError(
+            f"{path}: is missing, and the index or config.json names it; copy it there"
+        ) from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read, cut or damaged: {one_line(error)}") from error
+        raise ConfigError(
+            f"{path}: cannot be read, cut or damaged: {one_line(error)}"
+        ) from error

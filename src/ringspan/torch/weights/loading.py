@@ -26,14 +26,23 @@ from transformers.models.auto.modeling_auto import (
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
 from ringspan.torch.transport.collectives import take_first
-from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
+from ringspan.torch.weights.deferred import (
+    Deferred,
+    held_regions,
+    part,
+    region_of,
+    sources_of,
+    whole,
+)
 from ringspan.torch.weights.files import WeightFiles
 from ringspan.torch.weights.packed import INTEGER_CARRIER, settle_packed
 
 _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
 
-def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True) -> None:
+def refuse_not_finite(
+    named: Iterable[tuple[str, Tensor]], *, masks: bool = True
+) -> None:
     """Raise ConfigError for NaN and infinity in unpacked weights; ``masks`` allows -inf in vectors (bias, sinks)."""
     for name, weight in named:
         if count := _num_not_finite(weight, masks=masks):
@@ -46,20 +55,32 @@ def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True
 def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a submodule's parameters by their names in the model."""
     ours = {id(parameter) for parameter in part.parameters()}
-    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ours)
+    return (
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in ours
+    )
 
 
 @torch.no_grad()
 def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
-    known = weight.is_floating_point() and weight.dtype not in (torch.float4_e2m1fn_x2, INTEGER_CARRIER)
+    known = weight.is_floating_point() and weight.dtype not in (
+        torch.float4_e2m1fn_x2,
+        INTEGER_CARRIER,
+    )
     if not known or weight.is_meta or isinstance(weight, DTensor):
         return 0
     count = 0
     for some in weight.detach().reshape(-1).split(_NUMBERS):
-        some = some.float() if some.dtype.itemsize == 1 else some  # torch does not add up float8
+        # torch does not add up float8
+        some = some.float() if some.dtype.itemsize == 1 else some
         if not some.sum().isfinite():  # at the speed of memory; of float16 the sum of finite numbers may be infinite
             wrong = ~some.isfinite()
-            count += int((wrong & (some != -torch.inf) if masks and weight.ndim < 2 else wrong).sum())
+            count += int(
+                (
+                    wrong & (some != -torch.inf) if masks and weight.ndim < 2 else wrong
+                ).sum()
+            )
     return count
 
 
@@ -79,7 +100,11 @@ def unread_model(
         with torch.device("meta"):
             auto = model_class or auto_class(config)
             made = auto.from_config(config, trust_remote_code=trust_remote_code)
-            kind, config = type(made), made.config  # of a model that sees, that of its text where it is made alone
+            # of a model that sees, that of its text where it is made alone
+            kind, config = (
+                type(made),
+                made.config,
+            )
         loaded: Any = _uninitialised(kind).from_pretrained(
             None,
             config=config,
@@ -87,7 +112,9 @@ def unread_model(
             dtype=dtype,
             ignore_mismatched_sizes=True,  # refused below, in one line
             output_loading_info=True,
-            generation_config=_generation_config(folder) if kind.can_generate() else None,
+            generation_config=_generation_config(folder)
+            if kind.can_generate()
+            else None,
         )
     model, found = loaded
     check_loaded(where, found)
@@ -112,7 +139,10 @@ def auto_class(config: PreTrainedConfig, *, sees: bool = False) -> Any:
 
 def _uninitialised(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Skip the initialisation of missing weights while loading: with wrong files it could exceed memory."""
-    own = {"__module__": kind.__module__, "_initialize_missing_keys": lambda *_, **__: None}
+    own = {
+        "__module__": kind.__module__,
+        "_initialize_missing_keys": lambda *_, **__: None,
+    }
     return type(kind.__name__, (kind,), own)
 
 
@@ -121,7 +151,10 @@ def _generation_config(folder: Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
         return GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
+            folder,
+            config_file_name="config.json",
+            _from_model_config=True,
+            local_files_only=True,
         )
 
 
@@ -132,8 +165,12 @@ def set_aside(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if isinstance(parameter, Deferred):
                 if id(parameter) not in parameters:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    empty = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, device="meta"
+                    )
+                    parameters[id(parameter)] = nn.Parameter(
+                        empty, requires_grad=parameter.requires_grad
+                    )
                     setattr(parameters[id(parameter)], _SOURCE, parameter)
                 module._parameters[name] = parameters[id(parameter)]
         for name, buffer in module._buffers.items():
@@ -147,11 +184,15 @@ def read_whole(model: nn.Module) -> None:
     read: dict[int, nn.Parameter] = {}
     for module, name, parameter, source in _unread(model.modules()):
         if id(parameter) not in read:
-            read[id(parameter)] = nn.Parameter(whole(source).clone(), requires_grad=parameter.requires_grad)
+            read[id(parameter)] = nn.Parameter(
+                whole(source).clone(), requires_grad=parameter.requires_grad
+            )
         module._parameters[name] = read[id(parameter)]
 
 
-def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter, Deferred]]:
+def _unread(
+    modules: Iterable[nn.Module],
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, Deferred]]:
     for module in modules:
         for name, parameter in module._parameters.items():
             source = None if parameter is None else source_of(parameter)
@@ -167,29 +208,49 @@ def source_of(parameter: Tensor) -> Deferred | None:
 
 def sources_in(model: nn.Module) -> dict[str, Deferred]:
     """Return a model's unread parameters' sources by name, in file order."""
-    found = {name: source for name, p in model.named_parameters() if (source := source_of(p)) is not None}
-    places = {name: min((each.place for each in sources_of(source)), default=(0, 0)) for name, source in found.items()}
+    found = {
+        name: source
+        for name, p in model.named_parameters()
+        if (source := source_of(p)) is not None
+    }
+    places = {
+        name: min((each.place for each in sources_of(source)), default=(0, 0))
+        for name, source in found.items()
+    }
     return {name: found[name] for name in sorted(found, key=places.__getitem__)}
 
 
 @contextmanager
-def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, zeros: bool = False) -> Iterator[None]:
+def filled(
+    *modules: nn.Module,
+    recurse: bool = True,
+    first_rows: bool = False,
+    zeros: bool = False,
+) -> Iterator[None]:
     """Fill modules' unread parameters for a trial while active."""
     # ``recurse``: submodules too; ``first_rows``: embeddings repeat their first row; ``zeros``: all without memory.
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     values: dict[int, nn.Parameter] = {}
     try:
-        given = (each for one in modules for each in (one.modules() if recurse else [one]))
+        given = (
+            each for one in modules for each in (one.modules() if recurse else [one])
+        )
         for module, name, parameter, source in _unread(given):
             if id(parameter) not in values:
                 if zeros:
                     made = torch.zeros((), dtype=source.dtype).expand(source.shape)
                 elif first_rows and isinstance(module, nn.Embedding):
-                    made = part(source, (slice(0, 1), *region_of(source.shape[1:]))).expand(source.shape)
+                    made = part(
+                        source, (slice(0, 1), *region_of(source.shape[1:]))
+                    ).expand(source.shape)
                 else:
                     made = whole(source)
-                    refuse_not_finite([(next((each.name for each in sources_of(source)), name), made)])
-                values[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+                    refuse_not_finite(
+                        [(next((each.name for each in sources_of(source)), name), made)]
+                    )
+                values[id(parameter)] = nn.Parameter(
+                    made, requires_grad=parameter.requires_grad
+                )
             before.append((module, name, parameter))
             module._parameters[name] = values[id(parameter)]
         yield
@@ -220,13 +281,23 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
     for name, source in sources.items():
         parameter: Any = parameters[name]
         local, mesh = parameter.to_local(), parameter.device_mesh
-        copies = [axis for axis, p in enumerate(parameter.placements) if p.is_replicate() and mesh.size(axis) > 1]
+        copies = [
+            axis
+            for axis, p in enumerate(parameter.placements)
+            if p.is_replicate() and mesh.size(axis) > 1
+        ]
         if all(mesh.get_local_rank(axis) == 0 for axis in copies) and problem is None:
             try:
                 for region in held_regions(parameter):
                     local.copy_(part(source, region))
                 refuse_not_finite([(name, local)])
-            except (ConfigError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
+            except (
+                ConfigError,
+                SafetensorError,
+                OSError,
+                MemoryError,
+                RuntimeError,
+            ) as error:
                 problem = error
         if not local.numel():
             continue
@@ -244,10 +315,16 @@ def check_loaded(where: str, found: Mapping[str, Any]) -> None:
     remedy = "use the config.json that belongs to the weights"
     if found["mismatched_keys"]:
         name, here, wanted = min(found["mismatched_keys"])
-        raise ConfigError(f"{where}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}")
+        raise ConfigError(
+            f"{where}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}"
+        )
     if found["missing_keys"]:
-        raise ConfigError(f"{where}: has no {first_of(found['missing_keys'])}; {remedy}")
+        raise ConfigError(
+            f"{where}: has no {first_of(found['missing_keys'])}; {remedy}"
+        )
 
 
 def first_of(names: set[str]) -> str:
-    return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)
+    return (
+        f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)
+    )

@@ -19,7 +19,12 @@ PACKERS: Final = ("torchao", "bitsandbytes")
 # FSDP2 takes no integers as parameters before torch 2.12: they are viewed as numbers of as many bits.
 _TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 INTEGER_CARRIER: Final = torch.float8_e5m2  # no model has weights of this dtype
-_CARRIERS: Final = {1: INTEGER_CARRIER, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+_CARRIERS: Final = {
+    1: INTEGER_CARRIER,
+    2: torch.float16,
+    4: torch.float32,
+    8: torch.float64,
+}
 
 
 class Packing(Protocol):
@@ -57,7 +62,10 @@ class FourBits:
         self._nested: dict[str, Any] = {}
         if state.nested:
             self.constants["nested_code"] = state.state2.code
-            self._nested = {"blocksize": state.state2.blocksize, "dtype": state.state2.dtype}
+            self._nested = {
+                "blocksize": state.state2.blocksize,
+                "dtype": state.state2.dtype,
+            }
 
     def parts(self, tensor: Any) -> dict[str, Tensor]:
         return self.parts_of(tensor.detach().as_subclass(Tensor), tensor.quant_state)
@@ -67,15 +75,25 @@ class FourBits:
         """Return the parts of packed numbers with bitsandbytes' state."""
         found = {"packed": packed.view(torch.uint8), "absmax": state.absmax}
         if state.nested:
-            found |= {"nested_absmax": state.state2.absmax, "offset": state.offset.view(1)}
+            found |= {
+                "nested_absmax": state.state2.absmax,
+                "offset": state.offset.view(1),
+            }
         return found
 
     def rebuild(self, parts: dict[str, Tensor]) -> Any:
         nested: dict[str, Any] = {}
         if self._nested:
-            inner = self._state(absmax=parts["nested_absmax"], code=parts["nested_code"], **self._nested)
+            inner = self._state(
+                absmax=parts["nested_absmax"], code=parts["nested_code"], **self._nested
+            )
             nested = {"offset": parts["offset"].squeeze(), "state2": inner}
-        about = {"code": parts["code"], "shape": self._shape, "dtype": self._dtype, **self._facts}
+        about = {
+            "code": parts["code"],
+            "shape": self._shape,
+            "dtype": self._dtype,
+            **self._facts,
+        }
         return self._kind(
             parts["packed"].view(self._storage),
             quant_state=self._state(absmax=parts["absmax"], **about, **nested),
@@ -133,10 +151,13 @@ def settle_packed(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # in evaluation it packs weights again, in place
+            module.support_avx512bf16_for_cpu = (
+                False  # in evaluation it packs weights again, in place
+            )
         state: Any = getattr(module, "state", None)
         if type(state).__name__ == "MatmulLtState" and state.SCB is not None:
-            weight = module._parameters.get("weight")  # rebuilt with its scales if it is split
+            # rebuilt with its scales if it is split
+            weight = module._parameters.get("weight")
             if weight is not None and weight.SCB is None:
                 weight.CB, weight.SCB = weight.data, state.SCB
             state.reset_grads()  # it holds the whole weight
@@ -149,9 +170,13 @@ def split_into_parts(model: nn.Module) -> None:
         split_weight(module, name, packing, packing.parts(weight))
 
 
-def split_weight(module: nn.Module, name: str, packing: Packing, parts: dict[str, Tensor]) -> None:
+def split_weight(
+    module: nn.Module, name: str, packing: Packing, parts: dict[str, Tensor]
+) -> None:
     # unsafe: not compared with what it was, since packed tensors do not compare.
-    parametrize.register_parametrization(module, name, _Packed(packing, parts), unsafe=True)
+    parametrize.register_parametrization(
+        module, name, _Packed(packing, parts), unsafe=True
+    )
     # The class is this module's own now. bitsandbytes' would save what it finds in the whole weight.
     setattr(type(module), "_save_to_state_dict", nn.Module._save_to_state_dict)  # noqa: B010
 
@@ -161,8 +186,17 @@ def has_packed(model: nn.Module) -> bool:
 
 
 def parts_in(model: nn.Module) -> set[int]:
-    lists = (module for module in model.modules() if isinstance(module, parametrize.ParametrizationList))
-    return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
+    lists = (
+        module
+        for module in model.modules()
+        if isinstance(module, parametrize.ParametrizationList)
+    )
+    return {
+        id(p)
+        for each in lists
+        if isinstance(each[0], _Packed)
+        for p in each.parameters()
+    }
 
 
 class _Packed(nn.Module):
@@ -171,7 +205,9 @@ class _Packed(nn.Module):
         self._packing, self._names = packing, [*parts]
         self._dtypes = [part.dtype for part in parts.values()]
         self._given = [
-            part if part.is_floating_point() or _TAKES_INTEGERS else part.view(_CARRIERS[part.dtype.itemsize])
+            part
+            if part.is_floating_point() or _TAKES_INTEGERS
+            else part.view(_CARRIERS[part.dtype.itemsize])
             for part in parts.values()
         ]
         for name, constant in packing.constants.items():
@@ -181,12 +217,18 @@ class _Packed(nn.Module):
         given, self._given = self._given, []
         return given
 
+    # who looks before it is read asks what it is
     def forward(self, *parts: Tensor) -> Any:
-        if isinstance(parts[0], Deferred):  # who looks before it is read asks what it is
+        if isinstance(parts[0], Deferred):
             parts = tuple(torch.empty(part.shape, dtype=part.dtype) for part in parts)
         if not _TAKES_INTEGERS:
-            parts = tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True))
-        return self._packing.rebuild(dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers()))
+            parts = tuple(
+                part.view(dtype)
+                for part, dtype in zip(parts, self._dtypes, strict=True)
+            )
+        return self._packing.rebuild(
+            dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers())
+        )
 
 
 def pack_unread(model: Any, config: Any) -> None:
@@ -203,7 +245,9 @@ def pack_unread(model: Any, config: Any) -> None:
     try:
         quantizer.validate_environment(device_map={"": "cpu"})
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(f"quantization_config: {error}; pip install bitsandbytes, or leave it out") from error
+        raise ConfigError(
+            f"quantization_config: {error}; pip install bitsandbytes, or leave it out"
+        ) from error
     plain = dict(model.named_modules())
     quantizer.preprocess_model(model, device_map={"": "cpu"})
     for path, module in [*model.named_modules()]:
@@ -218,10 +262,19 @@ def _pack(module: Any, plain: Any) -> None:
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
     module.bias, weight = plain.bias, module.weight
-    numbers = plain.weight.detach() if isinstance(plain, nn.Linear) else plain.weight.detach().t().contiguous()
+    numbers = (
+        plain.weight.detach()
+        if isinstance(plain, nn.Linear)
+        else plain.weight.detach().t().contiguous()
+    )
     if hasattr(module, "state"):
         packed, scales, _ = int8_vectorwise_quant(numbers.to(torch.float16))
-        split_weight(module, "weight", EightBits(type(weight)), {"packed": packed, "scales": scales})
+        split_weight(
+            module,
+            "weight",
+            EightBits(type(weight)),
+            {"packed": packed, "scales": scales},
+        )
         return
     packed, state = quantize_4bit(
         numbers,

@@ -39,7 +39,8 @@ from ringspan.torch.weights.files import DTYPES
 
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
-HEADROOM_BYTES: Final = 1 << 25  # a tokenizer with all its files, the config, and folders
+# a tokenizer with all its files, the config, and folders
+HEADROOM_BYTES: Final = 1 << 25
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SCRATCH: Final = ".tmp-weights-"
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -50,18 +51,27 @@ Vote = Callable[[str, Exception | None], None]
 class WeightsPlan:
     """Assignment of tensors to files of at most ``max_shard_size`` bytes, except for larger tensors."""
 
-    def __init__(self, tensors: Mapping[str, Deferred], max_shard_size: int | str, variant: str | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Deferred],
+        max_shard_size: int | str,
+        variant: str | None = None,
+    ) -> None:
         self._tensors = tensors
         infix = f".{variant}" if variant else ""
         self._split = split_state_dict_into_shards_factory(
             dict(tensors),
             get_storage_size=_num_bytes,
-            filename_pattern=WEIGHTS.replace(".safetensors", f"{infix}{{suffix}}.safetensors"),
+            filename_pattern=WEIGHTS.replace(
+                ".safetensors", f"{infix}{{suffix}}.safetensors"
+            ),
             max_shard_size=_size_in_bytes(max_shard_size),
         )
         self._index = INDEX.replace(".json", f"{infix}.json")
         own = re.escape(WEIGHTS.replace(".safetensors", infix))
-        self._replaced = re.compile(rf"{own}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(self._index)}")
+        self._replaced = re.compile(
+            rf"{own}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(self._index)}"
+        )
         self.num_bytes = sum(map(_num_bytes, tensors.values()))
 
     @property
@@ -78,7 +88,10 @@ class WeightsPlan:
     def write(self, name: str, folder: Path | None) -> None:
         """Write a file (None: only make its tensors); an OSError comes after all have been made."""
         # Wide numbers first, so that each begins where its width divides the address, as safetensors has them.
-        names = sorted(self._split.filename_to_tensors[name], key=lambda each: -self._tensors[each].dtype.itemsize)
+        names = sorted(
+            self._split.filename_to_tensors[name],
+            key=lambda each: -self._tensors[each].dtype.itemsize,
+        )
         chosen = {each: self._tensors[each] for each in names}
         sink = _Sink(None if folder is None else folder / name)
         try:
@@ -95,7 +108,9 @@ class WeightsPlan:
         if len(self.files) > 1:
             metadata = {"total_parameters": num_parameters, **self._split.metadata}
             index = {"metadata": metadata, "weight_map": self._split.tensor_to_filename}
-            (folder / self._index).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            (folder / self._index).write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
             sync_file(folder / self._index)
 
 
@@ -118,7 +133,15 @@ class _Sink:
     def put(self, data: bytes | memoryview | Tensor) -> None:
         if self._file is not None and self.problem is None:
             if isinstance(data, Tensor):
-                data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = (
+                    data.detach()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .data
+                )
             with self._noting():
                 self._file.write(data)
 
@@ -131,11 +154,17 @@ class _Sink:
 
 
 def _size_in_bytes(size: int | str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size, re.IGNORECASE)
+        if isinstance(size, str)
+        else None
+    )
     if found is not None:
         size = int(float(found[1]) * _UNITS[found[2].upper()])
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"max_shard_size={size!r}: use a number of bytes, or text with a unit, such as '2GB'")
+        raise ConfigError(
+            f"max_shard_size={size!r}: use a number of bytes, or text with a unit, such as '2GB'"
+        )
     return size
 
 
@@ -148,7 +177,11 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + _num_bytes(tensor)
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -158,7 +191,11 @@ def missing_room(folder: Path, num_bytes: int) -> str | None:
     """Return why ``num_bytes`` of weights do not fit into a folder; None if they do."""
     folder.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(folder).free, num_bytes + HEADROOM_BYTES
-    return None if free >= needed else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
+    return (
+        None
+        if free >= needed
+        else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
+    )
 
 
 @contextmanager
@@ -174,12 +211,18 @@ def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
     """Move all files into a folder, replacing its weights; the last one completes the model."""
     last = plan.last_file
     # First what makes the old files a model.
-    old = [path for path in folder.iterdir() if plan.replaces(path.name) and path.name != last]
+    old = [
+        path
+        for path in folder.iterdir()
+        if plan.replaces(path.name) and path.name != last
+    ]
     if len(plan.files) > 1:
         old.append(folder / last)
     for path in sorted(old, key=lambda path: not path.name.endswith(".json")):
         path.unlink(missing_ok=True)
-    for name in sorted((path.name for path in scratch.iterdir()), key=lambda name: name == last):
+    for name in sorted(
+        (path.name for path in scratch.iterdir()), key=lambda name: name == last
+    ):
         if (scratch / name).is_dir():
             shutil.rmtree(folder / name, ignore_errors=True)
         os.replace(scratch / name, folder / name)
@@ -190,8 +233,15 @@ class _Shards:
     """A tensor split over ranks; all read together, and only the writer gets numbers."""
 
     def __init__(self, name: str, tensor: Tensor, place: int, writer: int) -> None:
-        self.name, self.shape, self.dtype, self.place = name, tuple(tensor.shape), tensor.dtype, (place, 0)
-        self._local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        self.name, self.shape, self.dtype, self.place = (
+            name,
+            tuple(tensor.shape),
+            tensor.dtype,
+            (place, 0),
+        )
+        self._local = (
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        ).detach()
         self.mine = _held_by_me(tensor, writer)
         self.everyone: list[tuple[int, Region]] = []
         self.writer = writer
@@ -199,7 +249,9 @@ class _Shards:
     def read(self, region: Region) -> Tensor:
         rank, device = dist.get_rank(), self._local.device
         is_writer = rank == self.writer
-        result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
+        result = torch.empty(
+            shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta"
+        )
         for holder, held in self.everyone:
             if (meeting := overlap(region, held)) is None:
                 continue
@@ -217,7 +269,9 @@ class _Shards:
         return result
 
 
-def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> WeightsPlan:
+def plan_weights(
+    model: PreTrainedModel, mesh: DeviceMesh, **options: Any
+) -> WeightsPlan:
     return plan_files(model, shards_of(model, mesh), **options)
 
 
@@ -226,7 +280,10 @@ def shards_of(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, Deferred]:
     names = saved_names(model)
     everything = _tensors(model)
     writer = int(mesh.mesh.min())
-    shards = [_Shards(name, everything[name], place, writer) for place, name in enumerate(names)]
+    shards = [
+        _Shards(name, everything[name], place, writer)
+        for place, name in enumerate(names)
+    ]
     told = gather_over(mesh, [each.mine for each in shards])
     for index, each in enumerate(shards):
         each.everyone = [rank[index] for rank in told if rank[index] is not None]
@@ -239,9 +296,16 @@ def plan_files(
 ) -> WeightsPlan:  # fmt: skip
     """Plan the files of transformers' ``save_pretrained`` for deferred tensors, cast to ``dtype`` if given."""
     if dtype is not None:
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tensors = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
-    made: Any = revert_weight_conversion(model, tensors) if save_original_format else tensors
+        parameters = {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        tensors = {
+            name: each.to(dtype) if name in parameters else each
+            for name, each in tensors.items()
+        }
+    made: Any = (
+        revert_weight_conversion(model, tensors) if save_original_format else tensors
+    )
     return WeightsPlan(made, max_shard_size, variant)
 
 
@@ -263,7 +327,10 @@ def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
     names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model).items():
         names.setdefault(id(tensor), []).append(name)
-    chosen = {next((name for name in each if name not in tied), each[0]): each for each in names.values()}
+    chosen = {
+        next((name for name in each if name not in tied), each[0]): each
+        for each in names.values()
+    }
     return {name: each for name, each in chosen.items() if name not in ignored}
 
 
@@ -271,8 +338,14 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
-        own = module._parameters | {name: x for name, x in module._buffers.items() if name not in passing}
-        found |= {f"{path}.{name}" if path else name: x for name, x in own.items() if x is not None}
+        own = module._parameters | {
+            name: x for name, x in module._buffers.items() if name not in passing
+        }
+        found |= {
+            f"{path}.{name}" if path else name: x
+            for name, x in own.items()
+            if x is not None
+        }
     return found
 
 

@@ -38,7 +38,9 @@ class DataConfig(Table):
     hub_split: str = "train"
     """Split of the Hub datasets; slices such as "train[:1%]" work."""
     extensions: tuple[str, ...] = Field(
-        default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"), strict=False, min_length=1
+        default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"),
+        strict=False,
+        min_length=1,
     )
     """Endings of files to read in folders. A file named in paths is always read."""
     sequence_length_tokens: int = Field(ge=2, examples=[32768])
@@ -60,11 +62,16 @@ class DataConfig(Table):
     @model_validator(mode="after")
     def _of_conversations(self) -> "DataConfig":
         if self.shared_prefix and self.messages is None:
-            raise ConfigError("data.shared_prefix = true: is for conversations; set data.messages, or leave it out")
+            raise ConfigError(
+                "data.shared_prefix = true: is for conversations; set data.messages, or leave it out"
+            )
         if self.messages is not None:
+            # all are set in a run's record
             for name in ("text_field", "documents", "extensions", "hub_split"):
-                if getattr(self, name) != DataConfig.model_fields[name].default:  # all are set in a run's record
-                    raise ConfigError(f"data.{name}: is of text, and data.messages reads conversations; remove one")
+                if getattr(self, name) != DataConfig.model_fields[name].default:
+                    raise ConfigError(
+                        f"data.{name}: is of text, and data.messages reads conversations; remove one"
+                    )
         return self
 
     @property
@@ -77,7 +84,9 @@ class DataConfig(Table):
     def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for extension in value:
             if not extension.startswith("."):
-                raise ConfigError(f'data.extensions = "{extension}": has no dot; write ".{extension}"')
+                raise ConfigError(
+                    f'data.extensions = "{extension}": has no dot; write ".{extension}"'
+                )
         return value
 
 
@@ -96,14 +105,30 @@ class FoundFiles:
 def find_files(config: DataConfig) -> FoundFiles:
     """List files that local paths name or have below them with the endings of such data, each once."""
     endings = tuple(extension.lower() for extension in config.endings)
-    remedy = "give .jsonl files with conversations" if config.messages is not None else "correct it or data.extensions"
-    files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
+    remedy = (
+        "give .jsonl files with conversations"
+        if config.messages is not None
+        else "correct it or data.extensions"
+    )
+    files: dict[
+        Path, Path
+    ] = {}  # by resolved path, so that a file reached twice is one document
     left_out: list[str] = []
     for name in (path for path in config.paths if not path.startswith("hub:")):
-        with refused(f'data.paths = "{name}": cannot be read', OSError, RuntimeError, remedy="; correct it"):
-            for file in _files_at(Path(name).expanduser(), name, endings, left_out, remedy):
+        with refused(
+            f'data.paths = "{name}": cannot be read',
+            OSError,
+            RuntimeError,
+            remedy="; correct it",
+        ):
+            for file in _files_at(
+                Path(name).expanduser(), name, endings, left_out, remedy
+            ):
                 size = file.stat().st_size
-                if size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
+                if size > _MAX_TEXT_BYTES and file.suffix.lower() not in (
+                    ".jsonl",
+                    ".parquet",
+                ):
                     raise ConfigError(
                         f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file'
                     )
@@ -111,21 +136,29 @@ def find_files(config: DataConfig) -> FoundFiles:
     return FoundFiles(files=list(files.values()), left_out=left_out)
 
 
-def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str], remedy: str) -> list[Path]:
+def _files_at(
+    path: Path, name: str, endings: tuple[str, ...], left_out: list[str], remedy: str
+) -> list[Path]:
     if path.is_dir():
         found = sorted(_walk(path, endings), key=Path.as_posix)
         files = [file for file in found if file.is_file()]
         if len(files) < len(found):
-            left_out.append(f"{name}: left out {len(found) - len(files)} links to nothing, pipes and the like")
+            left_out.append(
+                f"{name}: left out {len(found) - len(files)} links to nothing, pipes and the like"
+            )
         if not files:
-            raise ConfigError(f'data.paths = "{name}": no file in it ends in {few(endings)}; {remedy}')
+            raise ConfigError(
+                f'data.paths = "{name}": no file in it ends in {few(endings)}; {remedy}'
+            )
         return files
     if not path.exists():
         raise ConfigError(
             f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
         )
     if not path.is_file():
-        raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
+        raise ConfigError(
+            f'data.paths = "{name}": is no file that can be read twice; write what it gives into one'
+        )
     return [path]
 
 

@@ -42,11 +42,17 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
     try:
         text = read_small(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a TOML file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not valid TOML: {one_line(error)}; save it as UTF-8 text") from error
+        raise ConfigError(
+            f"{path}: is not valid TOML: {one_line(error)}; save it as UTF-8 text"
+        ) from error
     # A number of thousands of digits is a ValueError, and brackets as deep a RecursionError.
-    with refused(f"{path}: is not valid TOML", ValueError, RecursionError, remedy=_REMEDY):
+    with refused(
+        f"{path}: is not valid TOML", ValueError, RecursionError, remedy=_REMEDY
+    ):
         return tomllib.loads(text)
 
 

@@ -26,7 +26,8 @@ class ModelConfig(Table):
     """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
     default if config is set and path is not."""
     config: str | dict[str, Any] | None = Field(
-        default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
+        default=None,
+        examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}],
     )
     """For init = "scratch": a table of Hugging Face config values with model_type, or the path of a config.json."""
     tokenizer: str | None = Field(default=None, examples=["train"])
@@ -40,15 +41,25 @@ class ModelConfig(Table):
     """Compile each layer with torch.compile in the first step; a name chooses another backend than "inductor"."""
     trust_remote_code: bool = False
     """Run Python files that come with the model and its tokenizer; if false, none of them runs."""
-    rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
+    rope: dict[str, Any] | None = Field(
+        default=None, examples=[{"type": "yarn", "factor": 4.0}]
+    )
     """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
     transformers' other keys for that type; default: the model's own."""
 
     @model_validator(mode="before")
     @classmethod
     def _scratch_where_only_that_fits(cls, values: object) -> object:
-        if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
-            return values if values.get("path") is not None else values | {"init": "scratch"}
+        if (
+            isinstance(values, dict)
+            and "init" not in values
+            and values.get("config") is not None
+        ):
+            return (
+                values
+                if values.get("path") is not None
+                else values | {"init": "scratch"}
+            )
         return values
 
     @field_validator("dtype", "parameter_dtype", mode="before")
@@ -65,9 +76,13 @@ class ModelConfig(Table):
     def _check_sources(self) -> "ModelConfig":
         if self.init == "pretrained":
             if self.path is None:
-                raise ConfigError('model.path: missing; init = "pretrained" needs a local folder or a Hub id')
+                raise ConfigError(
+                    'model.path: missing; init = "pretrained" needs a local folder or a Hub id'
+                )
             if self.config is not None:
-                raise ConfigError('model.config: only for init = "scratch"; remove it, or set model.init = "scratch"')
+                raise ConfigError(
+                    'model.config: only for init = "scratch"; remove it, or set model.init = "scratch"'
+                )
             if self.tokenizer == "train":
                 raise ConfigError(
                     'model.tokenizer = "train": a pretrained model needs the tokenizer it was trained with; '
@@ -94,12 +109,16 @@ class ModelConfig(Table):
         values = self.config
         if isinstance(values, str):
             values = _read_json(values)
-        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        if not isinstance(values, dict) or not isinstance(
+            values.get("model_type"), str
+        ):
             raise ConfigError(
                 f'model.config = {shown(self.config)}: has no model_type; add one, such as model_type = "llama"'
             )
         size = values.get("vocab_size", MIN_VOCAB_SIZE)
-        if self.tokenizer == "train" and (not isinstance(size, int) or size < MIN_VOCAB_SIZE):
+        if self.tokenizer == "train" and (
+            not isinstance(size, int) or size < MIN_VOCAB_SIZE
+        ):
             raise ConfigError(
                 f"model.config.vocab_size = {size}: a trained byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
                 "tokens; raise it"
@@ -110,7 +129,12 @@ class ModelConfig(Table):
 def _read_json(path: str) -> object:
     where = f"model.config = {json.dumps(path)}"
     try:
-        with refused(f"{where}: is not valid JSON", ValueError, RecursionError, remedy="; repair it"):
+        with refused(
+            f"{where}: is not valid JSON",
+            ValueError,
+            RecursionError,
+            remedy="; repair it",
+        ):
             return json.loads(read_small(Path(path).expanduser()))
     except OSError as error:
         raise ConfigError(
@@ -150,9 +174,15 @@ class AdapterConfig(Table):
     @model_validator(mode="after")
     def _check_rank(self) -> "AdapterConfig":
         if self.rank is None and (others := sorted(self.model_fields_set - {"rank"})):
-            changed = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
+            changed = [
+                name
+                for name in others
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
             if changed:
-                raise ConfigError(f"adapter.{changed[0]}: there is no adapter without a rank; set adapter.rank = 16")
+                raise ConfigError(
+                    f"adapter.{changed[0]}: there is no adapter without a rank; set adapter.rank = 16"
+                )
         return self
 
     def require_extras(self) -> None:

@@ -12,7 +12,10 @@ from pydantic_core import ErrorDetails
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import shortened
 
-Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+Strings = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+]
 """Strings, of which a single one needs no brackets."""
 
 
@@ -20,17 +23,25 @@ class Table(BaseModel):
     """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """Explain the first problem, and count the other keys with one; ``root`` is the outermost table."""
     # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problems = sorted(
+        error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"
+    )
     keys = [_locate(problem["loc"], root)[0] for problem in problems]
     others = set(keys) - {keys[0]}
-    return _explain_one(problems[0], root) + (f" (and {len(others)} more)" if others else "")
+    return _explain_one(problems[0], root) + (
+        f" (and {len(others)} more)" if others else ""
+    )
 
 
 def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
@@ -41,7 +52,11 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
         return str(cause)
     if kind == "extra_forbidden":
         return f"{key}: unknown key; {_nearest(key, fields, root)}"
-    description = (field.description or "" if field is not None else "").split(". ")[0].rstrip(".")
+    description = (
+        (field.description or "" if field is not None else "")
+        .split(". ")[0]
+        .rstrip(".")
+    )
     if kind == "missing" and table_of(field):
         return f"[{key}]: missing; it sets: {description}; ringspan init writes a file with all tables"
     if kind == "missing":
@@ -57,11 +72,17 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
         .replace(" after validation", "")
     )
     default = None if field is None or field.is_required() else field.default
-    remedy = f"it takes: {description}" if default is None else f"the default is {shown(default)}"
+    remedy = (
+        f"it takes: {description}"
+        if default is None
+        else f"the default is {shown(default)}"
+    )
     return f"{key} = {shown(value)}: {what}; {remedy}"
 
 
-def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
+def _locate(
+    loc: tuple[int | str, ...], root: type[BaseModel]
+) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
     """(dotted key, innermost table's fields, field) of a place, without what pydantic adds for unions."""
     table: type[BaseModel] | None = root
     fields, field, key = dict(root.model_fields), None, ""

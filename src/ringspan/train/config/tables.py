@@ -12,9 +12,20 @@ from pydantic import Field, model_validator
 from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.extras import installed, require
-from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, IndexLossName, KernelName, OffloadName
+from ringspan.core.names import (
+    BatchLayoutName,
+    CheckpointName,
+    CommDtypeName,
+    IndexLossName,
+    KernelName,
+    OffloadName,
+)
 from ringspan.core.schedule.route import Route
-from ringspan.core.step_config import StepConfig, check_beside_compile, check_beside_folds
+from ringspan.core.step_config import (
+    StepConfig,
+    check_beside_compile,
+    check_beside_folds,
+)
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.model_table import AdapterConfig, ModelConfig
 from ringspan.train.config.problems import Table, shown
@@ -77,7 +88,11 @@ class MemoryConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _auto_where_a_budget_is_set(cls, values: object) -> object:
-        if isinstance(values, dict) and "checkpoint" not in values and values.get("activation_bytes") is not None:
+        if (
+            isinstance(values, dict)
+            and "checkpoint" not in values
+            and values.get("activation_bytes") is not None
+        ):
             return values | {"checkpoint": "auto"}
         return values
 
@@ -132,7 +147,9 @@ class OptimizerConfig(Table):
     index_loss: IndexLossName = "none"
     """What trains the index of a model that chooses its keys: "sparse", attention to the keys it chose; "dense",
     attention to all keys, which its choice then does not limit; "none" does not train it, see docs/chosen-keys.md."""
-    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"] = "adamw"
+    name: Literal[
+        "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"
+    ] = "adamw"
     """AdamW, or an optimizer of bitsandbytes with moments in 8 bits, or in pages that go to the host if need be."""
     state: Literal["float32", "8bit", "4bit"] = "float32"
     """Moments of AdamW; "8bit" and "4bit" need torchao."""
@@ -153,7 +170,9 @@ class OptimizerConfig(Table):
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
         """Return a copy with another warm-up, which still counts as unset if it was."""
-        return OptimizerConfig.model_construct(self.model_fields_set, **dict(self) | {"warmup_steps": steps})
+        return OptimizerConfig.model_construct(
+            self.model_fields_set, **dict(self) | {"warmup_steps": steps}
+        )
 
     @model_validator(mode="after")
     def _check_state(self) -> "OptimizerConfig":
@@ -280,7 +299,10 @@ class TrainConfig(Table):
                     f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
                     f"set it to at most {self.steps}"
                 )
-            object.__setattr__(self, "optimizer", self.optimizer.with_warmup(self.steps))  # frozen from here on
+            # frozen from here on
+            object.__setattr__(
+                self, "optimizer", self.optimizer.with_warmup(self.steps)
+            )
         if self.data.balance == "flops" and self.data.documents != "separate":
             raise ConfigError(
                 f'data.balance = "flops": sequences of data.documents = "{self.data.documents}" all take the same '
@@ -291,20 +313,29 @@ class TrainConfig(Table):
                 "data.shared_prefix = true: the sequences of a micro-step share, and optimizer.batch_size = 1 has no "
                 "second one; raise it, or leave shared_prefix out"
             )
-        if self.optimizer.rounding != "nearest" and self.model.parameter_dtype != "bfloat16":
+        if (
+            self.optimizer.rounding != "nearest"
+            and self.model.parameter_dtype != "bfloat16"
+        ):
             raise ConfigError(
                 f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '
                 f'is "{self.model.parameter_dtype}"; set one of them'
             )
         self._check_step()
         if self.profile and self.steps < 3:
-            raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
+            raise ConfigError(
+                f"profile = true: takes three steps, and steps = {self.steps}; raise it"
+            )
         if self.adapter.rank is not None and self.model.init == "scratch":
             raise ConfigError(
                 f"adapter.rank = {self.adapter.rank}: is for a model that has been trained, and model.init = "
                 '"scratch" draws a new one; set model.path, or leave adapter out'
             )
-        if self.adapter.rank is not None and self.model.rope is not None and not self.adapter.merge:
+        if (
+            self.adapter.rank is not None
+            and self.model.rope is not None
+            and not self.adapter.merge
+        ):
             raise ConfigError(
                 f"model.rope = {self.model.rope}: an adapter's folder has no config that could say so; set "
                 "adapter.merge = true"
@@ -319,8 +350,14 @@ class TrainConfig(Table):
     def _check_step(self) -> None:
         """Refuse options of a step that exclude each other, by their keys."""
         memory = self.memory
-        layers = 1 if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
-        step = self.step_config("attention" if memory.checkpoint == "auto" else memory.checkpoint, layers)
+        layers = (
+            1
+            if memory.layers_per_checkpoint == "auto"
+            else memory.layers_per_checkpoint
+        )
+        step = self.step_config(
+            "attention" if memory.checkpoint == "auto" else memory.checkpoint, layers
+        )
         for what, check in (
             (f"memory.folds = {memory.folds}", check_beside_folds),
             (f"model.compile = {shown(self.model.compile)}", check_beside_compile),
@@ -337,7 +374,9 @@ class TrainConfig(Table):
         if self.profile:
             require("profile = true", "matplotlib")
 
-    def step_config(self, checkpoint: CheckpointName, layers_per_checkpoint: int) -> StepConfig:
+    def step_config(
+        self, checkpoint: CheckpointName, layers_per_checkpoint: int
+    ) -> StepConfig:
         """Return the options of ``parallelize``, with the memory options that "auto" chose."""
         tables = (self.model, self.attention, self.memory, self.optimizer)
         # An option has the name that it has in its table.
@@ -347,7 +386,10 @@ class TrainConfig(Table):
             for field in fields(StepConfig)
             if field.name in type(table).model_fields
         }
-        chosen = {"checkpoint": checkpoint, "layers_per_checkpoint": layers_per_checkpoint}
+        chosen = {
+            "checkpoint": checkpoint,
+            "layers_per_checkpoint": layers_per_checkpoint,
+        }
         return StepConfig(**options | chosen, compute_dtype=self.model.dtype)
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
@@ -357,8 +399,12 @@ class TrainConfig(Table):
         if tp > 1:
             what += f" times mesh.tp = {tp}"
         if self.mesh.ring is None and world_size % others:
-            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-            raise ConfigError(f"{what}: does not divide the {world_size} processes; use one of {divisors}")
+            divisors = ", ".join(
+                str(n) for n in range(1, world_size + 1) if world_size % n == 0
+            )
+            raise ConfigError(
+                f"{what}: does not divide the {world_size} processes; use one of {divisors}"
+            )
         ring = world_size // others if self.mesh.ring is None else self.mesh.ring
         if ring * others != world_size:
             raise ConfigError(
@@ -374,7 +420,9 @@ class TrainConfig(Table):
             )
         if self.attention.route != "auto":
             try:
-                Route.parse(self.attention.route, ring).check_comm_dtype(self.attention.comm_dtype)
+                Route.parse(self.attention.route, ring).check_comm_dtype(
+                    self.attention.comm_dtype
+                )
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None
         return replicate, ring

@@ -12,7 +12,9 @@ from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig
 
 _WIDTH: Final = 100
-_BEGUN: Final = "model.path"  # has no default, and is needed by a model that is not drawn anew
+_BEGUN: Final = (
+    "model.path"  # has no default, and is needed by a model that is not drawn anew
+)
 _HEAD: Final = """\
 A training run of ringspan: set model.path and data.paths, then `ringspan train {name} --nproc 8`.
 
@@ -24,7 +26,9 @@ current directory."""
 def config_template(name: str) -> str:
     """Write a TOML file called ``name``, which ``load_config`` accepts unchanged."""
     fields = TrainConfig.model_fields
-    tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if table_of(field)}
+    tables: dict[str, Any] = {
+        key: field.annotation for key, field in fields.items() if table_of(field)
+    }
     lines = [*_comment(_HEAD.format(name=name)), ""]
     for key, field in fields.items():
         if key not in tables:
@@ -56,14 +60,21 @@ def _example(field: FieldInfo, path: str) -> object:
 
 def _comment(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
-        yield from (f"# {line}" for line in textwrap.wrap(paragraph, _WIDTH, break_on_hyphens=False))
+        yield from (
+            f"# {line}"
+            for line in textwrap.wrap(paragraph, _WIDTH, break_on_hyphens=False)
+        )
         if not text.endswith(paragraph):
             yield "#"
 
 
 def _toml(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items())
+            + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value)

@@ -30,7 +30,9 @@ NOT_UTF8: Final = object()  # in place of a row
 @dataclass(frozen=True, kw_only=True)
 class DocumentScan:
     documents: Dataset  # one column, "text"; one row per document
-    num_undecodable: int  # files and .jsonl lines that are not UTF-8, and rows with null text
+    num_undecodable: (
+        int  # files and .jsonl lines that are not UTF-8, and rows with null text
+    )
     num_empty: int  # files and rows with only white space
     files: dict[str, tuple[int, int]]  # local files -> (size, modification time)
 
@@ -39,16 +41,22 @@ def scan_documents(config: DataConfig) -> DocumentScan:
     """Read the documents in order: one per JSON object, .parquet row or other file; skip and count unusable texts."""
     cache = Path(caches.HF_DATASETS_CACHE)
     if reason := why_no_folder(cache):
-        raise ConfigError(f"{cache}: text cannot be cached there ({reason}); set HF_HOME to a folder with room")
+        raise ConfigError(
+            f"{cache}: text cannot be cached there ({reason}); set HF_HOME to a folder with room"
+        )
     local = [path for path in config.paths if not path.startswith("hub:")]
     found = find_files(config)
     for line in found.left_out:
         logger.warning(line)
     files = found.files
     parts = [_load_files(files, config.text_field)] if local else []
-    parts += [_load_hub(path, config) for path in config.paths if path.startswith("hub:")]
+    parts += [
+        _load_hub(path, config) for path in config.paths if path.startswith("hub:")
+    ]
     rows = concatenate_datasets(parts)
-    documents = rows.filter(_has_text, input_columns="text", batched=True, batch_size=rows_per_batch(rows))
+    documents = rows.filter(
+        _has_text, input_columns="text", batched=True, batch_size=rows_per_batch(rows)
+    )
     num_undecodable = column_of(rows, "text").null_count
     num_empty = len(rows) - len(documents) - num_undecodable
     if num_undecodable or num_empty:
@@ -65,18 +73,32 @@ def scan_documents(config: DataConfig) -> DocumentScan:
             f"null, {num_empty} empty); add files with text"
         )
     # Sizes and times, by which a later run sees that text has changed without reading it.
-    stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
-    return DocumentScan(documents=documents, num_undecodable=num_undecodable, num_empty=num_empty, files=stamps)
+    stamps = {
+        str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files
+    }
+    return DocumentScan(
+        documents=documents,
+        num_undecodable=num_undecodable,
+        num_empty=num_empty,
+        files=stamps,
+    )
 
 
 def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
     # A changed file has another size or time, hence another cache key. A tuple: datasets splits lists into shards.
-    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    stamps = tuple(
+        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+    )
     try:
         return Dataset.from_generator(
             _read_files,
             features=Features({"text": Value("string")}),
-            gen_kwargs={"stamps": stamps, "text_field": text_field, "version": _CACHE_VERSION},
+            gen_kwargs={
+                "stamps": stamps,
+                "text_field": text_field,
+                "version": _CACHE_VERSION,
+            },
             writer_batch_size=64,  # rows held in memory, each up to a whole file
         )
     except DatasetGenerationError as error:
@@ -86,28 +108,47 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(cause, OSError) and cause.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        ):
             cache = caches.HF_DATASETS_CACHE
             raise ConfigError(
                 f"{cache}: text cannot be cached there ({cause.strerror}); make room, or set HF_HOME"
             ) from error
-        raise ConfigError(f"data.paths: reading failed: {one_line(cause)}; repair or remove the file") from error
+        raise ConfigError(
+            f"data.paths: reading failed: {one_line(cause)}; repair or remove the file"
+        ) from error
 
 
-def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version: int) -> Iterator[dict[str, Any]]:
+def _read_files(
+    stamps: Sequence[tuple[str, int, int]], text_field: str, version: int
+) -> Iterator[dict[str, Any]]:
     for name, *stamp in stamps:
         path = Path(name)
         read = _READERS.get(path.suffix.lower(), _read_text)
-        where, kinds = f'data.paths = "{path}"', (OSError, pa.ArrowException, ValueError, RecursionError)
-        with refused(f"{where}: cannot be read", *kinds, remedy="; repair or remove it"):
+        where, kinds = (
+            f'data.paths = "{path}"',
+            (OSError, pa.ArrowException, ValueError, RecursionError),
+        )
+        with refused(
+            f"{where}: cannot be read", *kinds, remedy="; repair or remove it"
+        ):
             num_rows = 0
             for text in read(path, text_field):
                 num_rows += 1
                 yield {"text": text}
             if not num_rows:
+                # it would be cached under the old stamp
                 yield {"text": ""}  # so that a file without rows is counted as empty
-            if stamp != [path.stat().st_size, path.stat().st_mtime_ns]:  # it would be cached under the old stamp
-                raise ConfigError(f"{where}: changed while it was read; start again when it is complete")
+            if stamp != [
+                path.stat().st_size,
+                path.stat().st_mtime_ns,
+            ]:
+                raise ConfigError(
+                    f"{where}: changed while it was read; start again when it is complete"
+                )
 
 
 def _read_text(path: Path, text_field: str) -> Iterator[str | None]:
@@ -128,16 +169,23 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             if text is None:
                 yield place, NOT_UTF8
             elif text.strip():  # a last line break is no document
-                with refused(f'data.paths = "{place}": is not valid JSON', ValueError, remedy="; repair or remove it"):
+                with refused(
+                    f'data.paths = "{place}": is not valid JSON',
+                    ValueError,
+                    remedy="; repair or remove it",
+                ):
                     try:
                         row = json.loads(text)
                     except json.JSONDecodeError as error:
                         if not is_whole or error.msg != "Extra data":
                             raise
-                        yield from _lines_of(text, path)  # JSON lines under a name of JSON
+                        # JSON lines under a name of JSON
+                        yield from _lines_of(text, path)
                         continue
                 if is_whole and isinstance(row, list):
-                    yield from ((f"{path}[{index}]", each) for index, each in enumerate(row))
+                    yield from (
+                        (f"{path}[{index}]", each) for index, each in enumerate(row)
+                    )
                 else:
                     yield (f"{path}[0]" if is_whole else place), row
 
@@ -191,21 +239,27 @@ def _field_of(row: object, text_field: str, place: str) -> str | None:
         )
     try:
         (text or "").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+    # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:
         return None
     return text
 
 
 def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
     known = f"its fields are {few(fields)}" if fields else "it has no fields"
-    return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
+    return ConfigError(
+        f'data.text_field = "{text_field}": is missing in {place}; {known}'
+    )
 
 
 def _load_hub(path: str, config: DataConfig) -> Dataset:
     name, _, configuration = path.removeprefix("hub:").partition(":")
     where = f'data.paths = "{path}"'
     # No common base: network, permission, missing split, malformed files.
-    with refused(f"{where}: cannot be loaded", Exception, remedy="; check its name"), from_hub(where, name):
+    with (
+        refused(f"{where}: cannot be loaded", Exception, remedy="; check its name"),
+        from_hub(where, name),
+    ):
         dataset = load_dataset(name, configuration or None, split=config.hub_split)
     field = config.text_field
     if field not in dataset.column_names:
@@ -218,7 +272,11 @@ def _load_hub(path: str, config: DataConfig) -> Dataset:
     if field != "text":
         dataset = dataset.rename_column(field, "text")
     # A cast writes all rows anew, so only where concatenation needs it.
-    return dataset if dataset.features["text"] == Value("string") else dataset.cast_column("text", Value("string"))
+    return (
+        dataset
+        if dataset.features["text"] == Value("string")
+        else dataset.cast_column("text", Value("string"))
+    )
 
 
 def _has_text(texts: Sequence[str | None]) -> list[bool]:
@@ -227,7 +285,10 @@ def _has_text(texts: Sequence[str | None]) -> list[bool]:
 
 def rows_per_batch(documents: Dataset) -> int:
     """Compute the rows that hold about 8 MiB of text: thousands of short ones, or a book."""
-    return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
+    return max(
+        1,
+        min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)),
+    )
 
 
 def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:

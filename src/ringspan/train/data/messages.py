@@ -39,22 +39,39 @@ class Example:
 
     @property
     def media(self) -> list[Path]:
-        parts = (part for message in self.messages for part in message.get("content") or ())
-        return [Path(name) for part in parts if part["type"] in MEDIA for name in _names(part[part["type"]])]
+        parts = (
+            part for message in self.messages for part in message.get("content") or ()
+        )
+        return [
+            Path(name)
+            for part in parts
+            if part["type"] in MEDIA
+            for name in _names(part[part["type"]])
+        ]
 
 
 @dataclass(frozen=True)
 class Conversations:
     examples: list[Example]
-    files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    files: dict[str, tuple[int, int]] = field(
+        default_factory=dict[str, tuple[int, int]]
+    )
     """Conversation files -> (size, modification time)."""
 
     def digest(self) -> str:
         digest = hashlib.sha256()
         for example in self.examples:
-            stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]
-            more = [each for each in (example.beside, example.variables, example.untrained) if each]
-            digest.update(json.dumps([example.messages, stamps, *more], sort_keys=True).encode())
+            stamps = [
+                (path.stat().st_size, path.stat().st_mtime_ns) for path in example.media
+            ]
+            more = [
+                each
+                for each in (example.beside, example.variables, example.untrained)
+                if each
+            ]
+            digest.update(
+                json.dumps([example.messages, stamps, *more], sort_keys=True).encode()
+            )
         return digest.hexdigest()
 
 
@@ -63,16 +80,27 @@ def read_conversations(config: DataConfig) -> Conversations:
     assert field_ is not None, "asked by the caller"
     for path in config.paths:
         if path.startswith("hub:"):
-            raise ConfigError(f'data.paths = "{path}": conversations (data.messages) are read from local files')
+            raise ConfigError(
+                f'data.paths = "{path}": conversations (data.messages) are read from local files'
+            )
     found = find_files(config)
     examples: list[Example] = []
     for file in found.files:
         if file.suffix.lower() not in CONVERSATIONS:
-            raise ConfigError(f'data.paths = "{file}": conversations (data.messages) are read from .jsonl and .json')
-        examples += [_example(row, field_, place, file.parent) for place, row in _rows(file)]
+            raise ConfigError(
+                f'data.paths = "{file}": conversations (data.messages) are read from .jsonl and .json'
+            )
+        examples += [
+            _example(row, field_, place, file.parent) for place, row in _rows(file)
+        ]
     if not examples:
-        raise ConfigError(f"data.messages = {field_!r}: no conversation in {', '.join(config.paths)}; add some")
-    stamps = {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in found.files}
+        raise ConfigError(
+            f"data.messages = {field_!r}: no conversation in {', '.join(config.paths)}; add some"
+        )
+    stamps = {
+        str(file): (file.stat().st_size, file.stat().st_mtime_ns)
+        for file in found.files
+    }
     return Conversations(examples, stamps)
 
 
@@ -81,23 +109,35 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
     with refused(where, OSError, ValueError, RecursionError, remedy="; repair it"):
         for place, row in json_rows(file):
             if row is NOT_UTF8:
-                raise ConfigError(f'data.paths = "{place}": is not UTF-8 text; repair it')
+                raise ConfigError(
+                    f'data.paths = "{place}": is not UTF-8 text; repair it'
+                )
             yield place, row
 
 
 def _example(row: object, name: str, place: str, folder: Path) -> Example:
     messages = row.get(name) if isinstance(row, dict) else None
     if not isinstance(row, dict) or not _is_list(messages) or not messages:
-        raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages there; name another field")
+        raise ConfigError(
+            f"data.messages = {name!r}: {place} has no list of messages there; name another field"
+        )
     beside, variables = _beside(row, name, place)
     made = [_message(message, place, folder) for message in messages]
-    untrained = tuple(number for number, message in enumerate(made) if not _is_trained(message, place))
+    untrained = tuple(
+        number for number, message in enumerate(made) if not _is_trained(message, place)
+    )
     return Example(made, place, beside, variables, untrained)
 
 
-def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _beside(
+    row: dict[str, Any], name: str, place: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a row has for the chat template in addition to its messages, as data sets of TRL have it."""
-    given = {key: _without_nones(value) for key, value in row.items() if key != name and value is not None}
+    given = {
+        key: _without_nones(value)
+        for key, value in row.items()
+        if key != name and value is not None
+    }
     if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
         raise ConfigError(
             f"{place}: has {few(unknown)} beside {name}, which training does not read; take it out of the row, or "
@@ -105,13 +145,20 @@ def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any],
         )
     variables = given.pop(_VARIABLES, {})
     if not isinstance(variables, dict):
-        raise ConfigError(f"{place}: {_VARIABLES} must be an object, got {json.dumps(variables)[:80]}")
+        raise ConfigError(
+            f"{place}: {_VARIABLES} must be an object, got {json.dumps(variables)[:80]}"
+        )
+    # as TRL takes them, since their schemas differ from row to row
     for key, value in given.items():
-        if key == "tools" and isinstance(value, str):  # as TRL takes them, since their schemas differ from row to row
-            with refused(f"{place}: tools is no JSON", ValueError, remedy="; correct it"):
+        if key == "tools" and isinstance(value, str):
+            with refused(
+                f"{place}: tools is no JSON", ValueError, remedy="; correct it"
+            ):
                 value = given[key] = json.loads(value)
         if not _is_list(value) or not all(isinstance(each, dict) for each in value):
-            raise ConfigError(f"{place}: {key} must be a list of objects, got {json.dumps(value)[:80]}")
+            raise ConfigError(
+                f"{place}: {key} must be a list of objects, got {json.dumps(value)[:80]}"
+            )
     # Templates that ask only whether there is a list would write an empty one.
     return {key: value for key, value in given.items() if value}, variables
 
@@ -119,7 +166,9 @@ def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any],
 def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
     given = _without_nones(message)
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise ConfigError(f"{place}: a message needs a role and content, got {json.dumps(message)[:80]}")
+        raise ConfigError(
+            f"{place}: a message needs a role and content, got {json.dumps(message)[:80]}"
+        )
     content = given.pop("content", None)
     if not given.get("tool_calls", True):
         del given["tool_calls"]  # a list of none
@@ -128,10 +177,13 @@ def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{place}: a message needs a role and content, or tool_calls, got {json.dumps(message)[:80]}"
             )
-        return given | ({"content": None} if "content" in message else {})  # templates may tell these apart
+        # templates may tell these apart
+        return given | ({"content": None} if "content" in message else {})
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not _is_list(parts):
-        raise ConfigError(f"{place}: content must be text or a list of parts, got {type(content).__name__}")
+        raise ConfigError(
+            f"{place}: content must be text or a list of parts, got {type(content).__name__}"
+        )
     return given | {"content": [_part(part, place, folder) for part in parts]}
 
 
@@ -139,17 +191,25 @@ def _is_trained(message: dict[str, Any], place: str) -> bool:
     """Take out of a message whether its tokens are targets: ``weight`` of 0 or 1, or ``train``."""
     weight, train = message.pop("weight", 1), message.pop("train", True)
     if weight not in (0, 1):
-        raise ConfigError(f"{place}: weight = {json.dumps(weight)[:80]} of a message: must be 0 or 1; set it to one")
+        raise ConfigError(
+            f"{place}: weight = {json.dumps(weight)[:80]} of a message: must be 0 or 1; set it to one"
+        )
     if not isinstance(train, bool):
-        raise ConfigError(f"{place}: train = {json.dumps(train)[:80]} of a message: must be true or false; set it")
+        raise ConfigError(
+            f"{place}: train = {json.dumps(train)[:80]} of a message: must be true or false; set it"
+        )
     return bool(weight) and train
 
 
 def _without_nones(value: Any) -> Any:
     """Drop keys without a value at any depth: rows of a table have every key in every place."""
     if isinstance(value, dict):
-        return {key: _without_nones(each) for key, each in value.items() if each is not None}
-    return [_without_nones(each) for each in value] if isinstance(value, list) else value
+        return {
+            key: _without_nones(each) for key, each in value.items() if each is not None
+        }
+    return (
+        [_without_nones(each) for each in value] if isinstance(value, list) else value
+    )
 
 
 def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
@@ -157,10 +217,14 @@ def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         if unknown := sorted(part.keys() - {"type", "text"}):
-            raise ConfigError(f"{place}: a part of text has {few(unknown)}, which nothing reads; leave it out")
+            raise ConfigError(
+                f"{place}: a part of text has {few(unknown)}, which nothing reads; leave it out"
+            )
         return part
     if kind not in MEDIA:
-        raise ConfigError(f"{place}: a part must be text, image, video or audio, got {json.dumps(part)[:80]}")
+        raise ConfigError(
+            f"{place}: a part must be text, image, video or audio, got {json.dumps(part)[:80]}"
+        )
     given = {key: value for key, value in part.items() if key != "type"}
     if unknown := sorted(given.keys() - {kind, *_KEYS}):
         raise ConfigError(
@@ -181,17 +245,25 @@ def _resolved(given: object, kind: str, place: str, folder: Path) -> object:
     paths: list[str] = []
     for name in _names(given):
         if "://" in name:
-            raise ConfigError(f"{place}: {kind} {name!r} is an address of the network; download it, and give its path")
+            raise ConfigError(
+                f"{place}: {kind} {name!r} is an address of the network; download it, and give its path"
+            )
         path = (folder / Path(name).expanduser()).absolute()
         if not path.is_file():
-            raise ConfigError(f"{place}: {kind} {name!r} is no file; correct its path, which counts from {folder}")
+            raise ConfigError(
+                f"{place}: {kind} {name!r} is no file; correct its path, which counts from {folder}"
+            )
         paths.append(str(path))
     return paths[0] if isinstance(given, str) else paths
 
 
 def _names(given: Any) -> list[str]:
     names = [given] if isinstance(given, str) else given
-    return list(names) if _is_list(names) and all(isinstance(name, str) for name in names) else []
+    return (
+        list(names)
+        if _is_list(names) and all(isinstance(name, str) for name in names)
+        else []
+    )
 
 
 def _is_list(value: object) -> bool:

@@ -31,8 +31,19 @@ VIDEO_REMEDY: Final = (
 # As transformers looks for it, and Jinja's other way to keep the space before.
 _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ASKING: Final = ("system", "developer", "user", "tool")  # roles without answers
-_IDENTITIES: Final = {"role", "content", "name", "tool_call_id"}  # a template may leave out the last two
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")  # one is given to templates under all these names
+# a template may leave out the last two
+_IDENTITIES: Final = {
+    "role",
+    "content",
+    "name",
+    "tool_call_id",
+}
+# one is given to templates under all these names
+_REASONING: Final = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)
 
 
 class SeenSequences:
@@ -43,7 +54,13 @@ class SeenSequences:
     images'.
     """
 
-    def __init__(self, examples: Sequence[Example], processor: Any, *, sequence_length_tokens: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        processor: Any,
+        *,
+        sequence_length_tokens: int,
+    ) -> None:
         self.sequence_length_tokens = sequence_length_tokens
         self._examples, self._processor = examples, processor
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -51,7 +68,9 @@ class SeenSequences:
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
         self._pad: int = next(i for i in ids if i is not None)
         named = (getattr(processor, f"{kind}_token_id", None) for kind in MEDIA)
-        self._placeholders = torch.tensor([token for token in named if isinstance(token, int)])
+        self._placeholders = torch.tensor(
+            [token for token in named if isinstance(token, int)]
+        )
         for example in examples:
             _refuse_unread(example, processor)
 
@@ -81,13 +100,19 @@ class SeenSequences:
         targets = tokens.masked_fill(torch.isin(tokens, self._placeholders), IGNORED)
         if marks_answers:
             targets = tokens.masked_fill(_is_answer(made) == 0, IGNORED)
-        why = "the chat template marks no answer in it" if marks_answers else "it has only images, no text"
+        why = (
+            "the chat template marks no answer in it"
+            if marks_answers
+            else "it has only images, no text"
+        )
         if example.untrained and not bool((targets[1:] == IGNORED).all()):
             why = "weight = 0 or train = false leave none in its messages"
             for start, stop in self._untrained(example, messages, made):
                 targets[start:stop] = IGNORED
         if bool((targets[1:] == IGNORED).all()):
-            raise ConfigError(f"{example.place}: has no target: {why}; correct it, or leave it out")
+            raise ConfigError(
+                f"{example.place}: has no target: {why}; correct it, or leave it out"
+            )
         sequence = {
             "input_ids": _padded(tokens, length, self._pad),
             "attention_mask": _padded(torch.ones_like(tokens), length, 0),
@@ -95,7 +120,9 @@ class SeenSequences:
         }
         for name in INPUTS & set(made):
             value = torch.as_tensor(made[name])
-            sequence[name] = _padded(value[0], length, 0) if name in TOKEN_TYPES else value
+            sequence[name] = (
+                _padded(value[0], length, 0) if name in TOKEN_TYPES else value
+            )
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -103,10 +130,19 @@ class SeenSequences:
         found: dict[str, Tensor] = {}
         for name in {name: None for row in rows for name in row}:
             parts = [row[name] for row in rows if name in row]
-            if parts[0].ndim == 1 and len(parts[0]) == self.sequence_length_tokens and name not in INPUTS:
+            if (
+                parts[0].ndim == 1
+                and len(parts[0]) == self.sequence_length_tokens
+                and name not in INPUTS
+            ):
                 found[name] = torch.stack(parts)
             elif name in TOKEN_TYPES:
-                found[name] = torch.stack([row.get(name, torch.zeros_like(rows[0]["input_ids"])) for row in rows])
+                found[name] = torch.stack(
+                    [
+                        row.get(name, torch.zeros_like(rows[0]["input_ids"]))
+                        for row in rows
+                    ]
+                )
             elif len({part.shape[1:] for part in parts}) > 1:
                 places = ", ".join(self._examples[index].place for index in indices)
                 raise ConfigError(
@@ -119,9 +155,12 @@ class SeenSequences:
 
     def _given(self, example: Example) -> list[dict[str, Any]]:
         """Return the messages as the processor takes them: with frames, or of a model of text with contents of text."""
-        messages = copy.deepcopy(example.messages)  # which some versions of transformers change
+        # which some versions of transformers change
+        messages = copy.deepcopy(example.messages)
         if self._sees_nothing and example.media:
-            raise ConfigError(f"{example.place}: {example.media[0]} needs a processor in the folder of model.tokenizer")
+            raise ConfigError(
+                f"{example.place}: {example.media[0]} needs a processor in the folder of model.tokenizer"
+            )
         for message in messages:
             content = message.get("content")
             if self._sees_nothing:
@@ -132,24 +171,40 @@ class SeenSequences:
             for part in message["content"]:
                 if part["type"] == "video" and isinstance(part["video"], list):
                     part["video"] = _frames(part["video"], example.place)
-        if self._sees_nothing and any(message.get("content") is None for message in messages):
+        if self._sees_nothing and any(
+            message.get("content") is None for message in messages
+        ):
             return self._with_contents(example, messages)
         return messages
 
-    def _with_contents(self, example: Example, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_contents(
+        self, example: Example, messages: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """Return empty texts for missing contents, if the template cannot do without, or would write ``None``."""
-        empty = [message | {"content": message.get("content") or ""} for message in messages]
+        empty = [
+            message | {"content": message.get("content") or ""} for message in messages
+        ]
         options = example.beside | example.variables | {"tokenize": False}
         try:
             written = self._processor.apply_chat_template(messages, **options)
         except Exception:  # a template that needs a text
             return empty
-        with refused(f"{example.place}: its chat template refuses it", Exception, remedy="; correct the example"):
+        with refused(
+            f"{example.place}: its chat template refuses it",
+            Exception,
+            remedy="; correct the example",
+        ):
             other = self._processor.apply_chat_template(empty, **options)
         return empty if written.count("None") > other.count("None") else messages
 
-    def _processed(self, example: Example, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    def _processed(
+        self, example: Example, messages: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "tokenize": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+        }
         if _marks_answers(example, self._processor):
             options["return_assistant_tokens_mask"] = True
         options |= example.beside | example.variables
@@ -157,18 +212,32 @@ class SeenSequences:
         with (
             # Of any processor and template: a size that it refuses, a file that is no image.
             refused(f"{where} refuses it", Exception, remedy="; correct the example"),
-            refused(f"{where} needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
+            refused(
+                f"{where} needs a package that is missing",
+                ImportError,
+                remedy=f"; {VIDEO_REMEDY}",
+            ),
         ):
-            made = dict(self._processor.apply_chat_template([copy.deepcopy(messages)], **options))
-        if unknown := sorted(set(made) - INPUTS - {"input_ids", "attention_mask", "assistant_masks"}):
-            raise ConfigError(f"{where} makes {', '.join(unknown)}, which rs.shard_batch does not take")
+            made = dict(
+                self._processor.apply_chat_template(
+                    [copy.deepcopy(messages)], **options
+                )
+            )
+        if unknown := sorted(
+            set(made) - INPUTS - {"input_ids", "attention_mask", "assistant_masks"}
+        ):
+            raise ConfigError(
+                f"{where} makes {', '.join(unknown)}, which rs.shard_batch does not take"
+            )
         return made
 
     def _untrained(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """Yield the ranges of tokens that are not targets, of messages left out of training."""
-        find = self._answers if _marks_answers(example, self._processor) else self._written
+        find = (
+            self._answers if _marks_answers(example, self._processor) else self._written
+        )
         ranges = find(example, messages, made)
         if ranges is None:
             raise ConfigError(
@@ -186,7 +255,11 @@ class SeenSequences:
         for number, message in enumerate(messages, start=1):
             count = so_far
             if message["role"] not in _ASKING:
-                part = made if number == len(messages) else self._processed(example, messages[:number])
+                part = (
+                    made
+                    if number == len(messages)
+                    else self._processed(example, messages[:number])
+                )
                 count = len(_runs(_is_answer(part)))
             found.append(runs[so_far:count])
             so_far = count
@@ -196,8 +269,14 @@ class SeenSequences:
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> list[list[tuple[int, int]]] | None:
         """Return the range of each message of untrained ones; None if its beginnings are written differently."""
-        tokens, stops = made["input_ids"][0], {0: 0, len(messages): len(made["input_ids"][0])}
-        for number in sorted({each + more for each in example.untrained for more in (0, 1)} - stops.keys()):
+        tokens, stops = (
+            made["input_ids"][0],
+            {0: 0, len(messages): len(made["input_ids"][0])},
+        )
+        for number in sorted(
+            {each + more for each in example.untrained for more in (0, 1)}
+            - stops.keys()
+        ):
             part = self._processed(example, messages[:number])["input_ids"][0]
             if not torch.equal(part, tokens[: len(part)]):
                 return None
@@ -209,7 +288,10 @@ class SeenSequences:
 
 
 def _marks_answers(example: Example, processor: Any) -> bool:
-    return _ANSWER.search(template_of(processor, has_tools="tools" in example.beside)) is not None
+    return (
+        _ANSWER.search(template_of(processor, has_tools="tools" in example.beside))
+        is not None
+    )
 
 
 def _is_answer(made: dict[str, Any]) -> Tensor:
@@ -218,7 +300,13 @@ def _is_answer(made: dict[str, Any]) -> Tensor:
 
 def _runs(mask: Tensor) -> list[tuple[int, int]]:
     """Return the ranges of a mask that are set."""
-    edges = torch.diff(mask.long(), prepend=torch.zeros(1).long(), append=torch.zeros(1).long()).nonzero().flatten()
+    edges = (
+        torch.diff(
+            mask.long(), prepend=torch.zeros(1).long(), append=torch.zeros(1).long()
+        )
+        .nonzero()
+        .flatten()
+    )
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
@@ -228,8 +316,12 @@ def _refuse_unread(example: Example, processor: Any) -> None:
     own = _own_arguments(type(processor))
     for name in example.variables:
         if name in own:
-            raise ConfigError(f"{example.place}: {name} in chat_template_kwargs is set by training; leave it out")
-    in_messages = {name for message in example.messages for name in message} - _IDENTITIES
+            raise ConfigError(
+                f"{example.place}: {name} in chat_template_kwargs is set by training; leave it out"
+            )
+    in_messages = {
+        name for message in example.messages for name in message
+    } - _IDENTITIES
     for name in (*example.beside, *example.variables, *sorted(in_messages)):
         others = _REASONING if name in _REASONING else (name,)
         if not any(reads(template, each) for each in others):
@@ -241,7 +333,9 @@ def _refuse_unread(example: Example, processor: Any) -> None:
 
 @lru_cache
 def _own_arguments(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.apply_chat_template).parameters) | {"messages"}
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters) | {
+        "messages"
+    }
 
 
 def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
@@ -250,9 +344,13 @@ def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
     with refused(f"{place}: a frame cannot be read", OSError, remedy="; repair it"):
         frames = [np.asarray(Image.open(name).convert("RGB")) for name in names]
     if len({frame.shape for frame in frames}) > 1:
-        raise ConfigError(f"{place}: the frames of its video have different sizes; scale them to one")
+        raise ConfigError(
+            f"{place}: the frames of its video have different sizes; scale them to one"
+        )
     return np.stack(frames)
 
 
 def _padded(values: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(values.long(), (0, length - len(values)), value=value)
+    return torch.nn.functional.pad(
+        values.long(), (0, length - len(values)), value=value
+    )

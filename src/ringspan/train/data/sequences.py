@@ -25,7 +25,12 @@ from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents
 from ringspan.train.data.messages import Conversations, read_conversations
 from ringspan.train.data.seen import SeenSequences
-from ringspan.train.data.tokens import TokenStream, refuse_unknown_tokens, starts, tokenize
+from ringspan.train.data.tokens import (
+    TokenStream,
+    refuse_unknown_tokens,
+    starts,
+    tokenize,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +48,24 @@ class TokenSequences:
     """
 
     def __init__(
-        self, stream: TokenStream, start: int, stop: int, *, sequence_length_tokens: int, documents: DocumentsName,
+        self,
+        stream: TokenStream,
+        start: int,
+        stop: int,
+        *,
+        sequence_length_tokens: int,
+        documents: DocumentsName,
         pad_token_id: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
         self.num_tokens = stop - start  # tokens in the part
         self._stream = stream
         self._pad_token_id = pad_token_id
         self._are_separate = documents == "separate"
-        self._piece_starts = stream.begins(start, stop) if documents == "cut" else np.array([start])
+        self._piece_starts = (
+            stream.begins(start, stop) if documents == "cut" else np.array([start])
+        )
         self._piece_stops = np.append(self._piece_starts[1:], stop)
         num_targets = np.maximum(self._piece_stops - self._piece_starts - 1, 0)
         whole, rest = np.divmod(num_targets, sequence_length_tokens)
@@ -72,7 +85,9 @@ class TokenSequences:
             return float(length)
         start = int(self._piece_starts[0])
         stop = start + count * length
-        edges = np.union1d(self._stream.begins(start, stop), np.arange(start, stop + 1, length))
+        edges = np.union1d(
+            self._stream.begins(start, stop), np.arange(start, stop + 1, length)
+        )
         documents = np.diff(edges).astype(np.float64)
         return float((documents**2).sum() / documents.sum())
 
@@ -84,13 +99,18 @@ class TokenSequences:
         found = np.empty_like(indices)
         for place, index in enumerate(indices.ravel().tolist()):
             start = int(self._piece_starts[0]) + index * length
-            tokens = np.diff(np.append(self._stream.begins(start, start + length), start + length))
+            tokens = np.diff(
+                np.append(self._stream.begins(start, start + length), start + length)
+            )
             found.flat[place] = (tokens * (tokens + 1)).sum() // 2
         return found
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         rows = [self[index] for index in indices]
-        return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+        return {
+            name: torch.stack([torch.from_numpy(row[name]) for row in rows])
+            for name in rows[0]
+        }
 
     def __len__(self) -> int:
         return int(self._first_sequence[-1])
@@ -102,8 +122,13 @@ class TokenSequences:
             raise IndexError(f"sequence {index} of {len(self)}")
         piece = int(np.searchsorted(self._first_sequence, i, side="right")) - 1
         length = self.sequence_length_tokens
-        start = int(self._piece_starts[piece]) + (i - int(self._first_sequence[piece])) * length
-        window = self._stream.read(start, min(start + length + 1, int(self._piece_stops[piece])))
+        start = (
+            int(self._piece_starts[piece])
+            + (i - int(self._first_sequence[piece])) * length
+        )
+        window = self._stream.read(
+            start, min(start + length + 1, int(self._piece_stops[piece]))
+        )
         input_ids = np.full(length, self._pad_token_id, np.int64)
         shift_labels = np.full(length, IGNORED, np.int64)
         # A short window keeps its last token as an input too, as an unsplit document would have it.
@@ -114,7 +139,9 @@ class TokenSequences:
             begins = self._stream.begins(start, start + length + 1) - start
             shift_labels[begins[1:] - 1] = IGNORED
             begins = begins[begins < length]
-            sequence["position_ids"] = np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
+            sequence["position_ids"] = np.arange(length) - np.repeat(
+                begins, np.diff(begins, append=length)
+            )
         return sequence
 
 
@@ -126,7 +153,8 @@ class Data:
     """A run's training and evaluation data, which share no token."""
 
     train: Sequences
-    eval: Sequences | None  # None if data.eval_fraction is 0, or is not set and there is too little text
+    # None if data.eval_fraction is 0, or is not set and there is too little text
+    eval: Sequences | None
     stream: TokenStream | Conversations  # all tokens, or all conversations, of both
     files: dict[str, tuple[int, int]]  # local files read -> (size, modification time)
     num_documents: int
@@ -139,21 +167,34 @@ def build_seen(config: TrainConfig, processor: object) -> Data:
     """Build a run's sequences of conversations (data.messages), the last ones held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples
-    if settings.shared_prefix and (seen := next((example for example in examples if example.media), None)):
+    if settings.shared_prefix and (
+        seen := next((example for example in examples if example.media), None)
+    ):
         raise ConfigError(
             f"data.shared_prefix = true: is for text, and {seen.place} has {seen.media[0]}; leave one out"
         )
     held_out = math.ceil(settings.eval_fraction * len(examples))
-    if held_out == len(examples) or (len(examples) < MIN_DOCUMENTS_TO_SPLIT and not _asks_for_evaluation(config)):
+    if held_out == len(examples) or (
+        len(examples) < MIN_DOCUMENTS_TO_SPLIT and not _asks_for_evaluation(config)
+    ):
         held_out = 0
     if _asks_for_evaluation(config) and settings.eval_fraction and not held_out:
         raise ConfigError(
             f"data.eval_fraction = {settings.eval_fraction}: {len(examples)} conversation is too few to hold some out; "
             "add some, or set it to 0"
         )
-    sequences = partial(SeenSequences, processor=processor, sequence_length_tokens=settings.sequence_length_tokens)
+    sequences = partial(
+        SeenSequences,
+        processor=processor,
+        sequence_length_tokens=settings.sequence_length_tokens,
+    )
     train = sequences(examples[: len(examples) - held_out])
-    logger.info("%d conversations: %d to train on, %d held out", len(examples), len(train), held_out)
+    logger.info(
+        "%d conversations: %d to train on, %d held out",
+        len(examples),
+        len(train),
+        held_out,
+    )
     return Data(
         train=train,
         eval=sequences(examples[len(train) :]) if held_out else None,
@@ -167,7 +208,9 @@ def build_seen(config: TrainConfig, processor: object) -> Data:
 
 
 def _asks_for_evaluation(config: TrainConfig) -> bool:
-    return "eval_fraction" in config.data.model_fields_set or bool(config.evaluation.every_steps)
+    return "eval_fraction" in config.data.model_fields_set or bool(
+        config.evaluation.every_steps
+    )
 
 
 def build_data(
@@ -183,12 +226,22 @@ def build_data(
     # What pads is never a target and never attended to by a target; any id does.
     ids: Any = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     pad: int = next(i for i in ids if i is not None and i < vocabulary)
-    shape: Any = {"sequence_length_tokens": settings.sequence_length_tokens, "documents": settings.documents}
+    shape: Any = {
+        "sequence_length_tokens": settings.sequence_length_tokens,
+        "documents": settings.documents,
+    }
     sequences = partial(TokenSequences, stream, pad_token_id=pad, **shape)
     train = sequences(0, position)
     evaluation = sequences(position, len(stream)) if settings.eval_fraction else None
-    if evaluation is not None and not (len(train) and len(evaluation)) and not _asks_for_evaluation(config):
-        logger.warning("%d tokens are too few to hold some out: there is no evaluation", len(stream))
+    if (
+        evaluation is not None
+        and not (len(train) and len(evaluation))
+        and not _asks_for_evaluation(config)
+    ):
+        logger.warning(
+            "%d tokens are too few to hold some out: there is no evaluation",
+            len(stream),
+        )
         train, evaluation = sequences(0, len(stream)), None
     if not len(train) or (evaluation is not None and not len(evaluation)):
         needed = f"{_min_tokens(settings)} tokens to train on"
@@ -206,7 +259,8 @@ def build_data(
         num_documents=stream.num_documents,
         num_tokens=len(stream),
         num_skipped_files=scan.num_undecodable + scan.num_empty,
-        num_dropped_tokens=train.num_dropped_tokens + (evaluation.num_dropped_tokens if evaluation else 0),
+        num_dropped_tokens=train.num_dropped_tokens
+        + (evaluation.num_dropped_tokens if evaluation else 0),
     )
     logger.info(
         "%d documents, %d tokens: %d sequences to train on, %d held out; %d tokens fill no sequence",
@@ -231,7 +285,9 @@ def _eval_start(stream: TokenStream, config: DataConfig) -> int:
     if stream.num_documents >= MIN_DOCUMENTS_TO_SPLIT:
         latest = num_tokens - _min_tokens(config)
         first = stream.document_starts
-        by_fraction = first[stream.num_documents - math.ceil(fraction * stream.num_documents)]
+        by_fraction = first[
+            stream.num_documents - math.ceil(fraction * stream.num_documents)
+        ]
         by_length = first[max(0, int(np.searchsorted(first, latest, side="right")) - 1)]
         return int(min(by_fraction, by_length))
     if config.documents != "cut":
@@ -265,7 +321,9 @@ class BatchOrder:
     def __post_init__(self) -> None:
         for name in ("num_sequences", "batch_size", "accumulation_steps", "replicate"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: an order of batches needs at least one")
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}: an order of batches needs at least one"
+                )
 
     @property
     def global_batch_size(self) -> int:
@@ -283,14 +341,18 @@ class BatchOrder:
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[offsets[here]]
+            indices[here] = _permutation(self.num_sequences, self.seed, int(epoch))[
+                offsets[here]
+            ]
         return indices.reshape(self.accumulation_steps, self.replicate, self.batch_size)
 
 
 @lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
 def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
     # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_sequences)
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(
+        num_sequences
+    )
     permutation = np.argsort(keys, kind="stable")
     permutation.flags.writeable = False
     return permutation

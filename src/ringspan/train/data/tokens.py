@@ -38,7 +38,9 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     )
     batches: Any = documents.iter(batch_size=rows_per_batch(documents))
     tokenizer.train_from_iterator((batch["text"] for batch in batches), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -92,14 +94,30 @@ class _Encoder:
 def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         # Truncation and padding are the state that a call leaves behind.
-        state = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+        state = {
+            **json.loads(tokenizer.backend_tokenizer.to_str()),
+            "truncation": None,
+            "padding": None,
+        }
     else:
-        state = {"name": tokenizer.name_or_path, "vocabulary": sorted(tokenizer.get_vocab().items())}
-    described = [type(tokenizer).__qualname__, tokenizer.eos_token_id, str(tokenizer.special_tokens_map), state]
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+        state = {
+            "name": tokenizer.name_or_path,
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+        }
+    described = [
+        type(tokenizer).__qualname__,
+        tokenizer.eos_token_id,
+        str(tokenizer.special_tokens_map),
+        state,
+    ]
+    return hashlib.sha256(
+        json.dumps(described, sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
-def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+def refuse_unknown_tokens(
+    stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> None:
     """Raise a ConfigError that names a token in the text, added to the tokenizer, that the model lacks."""
     if max(tokenizer.added_tokens_decoder, default=-1) < vocabulary:
         return
@@ -115,11 +133,17 @@ class TokenStream:
     """All documents' tokens: `read(start, stop)` anywhere without loading the rest."""
 
     def __init__(self, tokens: Dataset) -> None:
-        chunks = [chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)]
+        chunks = [
+            chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)
+        ]
         # Views of the memory-mapped file, not copies. An Arrow chunk is many documents back to back.
-        self._values = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._values = [
+            chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks
+        ]
         self._chunk_starts = starts([len(values) for values in self._values])
-        lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        lengths = [
+            chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks
+        ]
         self.document_starts = starts(np.concatenate(lengths) if lengths else [])
         """First position of each document, then the length of the stream. int64, (num_documents + 1,)."""
 
@@ -146,7 +170,9 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
+            raise IndexError(
+                f"[{start}, {stop}) is not within a stream of {len(self)} tokens"
+            )
         out = np.empty(stop - start, np.int64)
         chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
         position = start

@@ -15,11 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.checkpoint import saved_steps
-from ringspan.checkpoints.shards import Chunk, TensorEntry, read_chunk, read_manifest, verify
+from ringspan.checkpoints.shards import (
+    Chunk,
+    TensorEntry,
+    read_chunk,
+    read_manifest,
+    verify,
+)
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line, refused
-from ringspan.generate.folder import load_config, load_model, load_tokenizer, tokenizer_folder
+from ringspan.generate.folder import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_folder,
+)
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.view import RingModel
@@ -45,7 +56,12 @@ from ringspan.train.run_folder.resume import tokenizer_of
 
 
 def save_model(
-    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool = False
+    model: Any,
+    tokenizer: Tokenizer,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    merge: bool = False,
 ) -> str | None:
     """Write weights, config and tokenizer into ``folder``; return any error on every rank, all of which call it.
 
@@ -62,14 +78,18 @@ def save_model(
     return None
 
 
-def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
+def _save_whole(
+    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool
+) -> None:
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
     with as_trained(base):
         config = type(base.config).from_dict(base.config.to_dict())
     if merge:
         plan = plan_merged(model, config, dtype, is_writer=is_writer)
     else:
-        plan = plan_weights(model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
+        plan = plan_weights(
+            model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype
+        )
     with ExitStack() as stack:
         scratch: list[Path] = []
 
@@ -80,21 +100,33 @@ def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dty
             write_configs(scratch[0], config, dtype)
 
         def finish() -> None:
-            beside = sum(p.numel() for p in base.parameters() if p.requires_grad) if merge else 0
+            beside = (
+                sum(p.numel() for p in base.parameters() if p.requires_grad)
+                if merge
+                else 0
+            )
             plan.write_index(scratch[0], base.num_parameters() - beside)
             tokenizer.save_pretrained(scratch[0])
             put_beside(scratch[0], folder)
 
         _together(model, begin if is_writer else None)
-        write_weights(plan, scratch[0] if is_writer else None, lambda _, error: _together(model, error))
+        write_weights(
+            plan,
+            scratch[0] if is_writer else None,
+            lambda _, error: _together(model, error),
+        )
         _together(model, finish if is_writer else None)
 
 
-def _save_adapter(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
+def _save_adapter(
+    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype
+) -> None:
     is_writer = dist.get_rank() == 0
 
     def begin() -> None:
-        if problem := missing_room(folder.parent, model_bytes(model, dtype, is_adapter=True)):
+        if problem := missing_room(
+            folder.parent, model_bytes(model, dtype, is_adapter=True)
+        ):
             raise CheckpointError(problem)
 
     def write() -> None:
@@ -122,15 +154,21 @@ def put_beside(scratch: Path, folder: Path) -> None:
     scratch.rename(folder)
 
 
-def model_bytes(model: nn.Module, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
+def model_bytes(
+    model: nn.Module, dtype: torch.dtype, *, is_adapter: bool = False
+) -> int:
     if is_adapter:
-        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        )
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.tmp-", dir=folder.parent) as around:
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.tmp-", dir=folder.parent
+    ) as around:
         (inner := Path(around, folder.name)).mkdir()
         yield inner
 
@@ -144,7 +182,9 @@ def _together(model: RingModel, work: Callable[[], None] | Exception | None) -> 
             if work is not None:
                 work()
         except (OSError, SafetensorError, MemoryError) as error:
-            raise CheckpointError(f"{type(error).__name__}: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{type(error).__name__}: {one_line(error)}"
+            ) from error
 
     voted(model, "writing the model", attempt)
 
@@ -172,14 +212,21 @@ def export_checkpoint(
     dtype = getattr(torch, config.model.dtype)
     with torch.device("meta"):
         auto = auto_class(model_config, sees=config.data.messages is not None)
-        plain: Any = auto.from_config(model_config, trust_remote_code=config.model.trust_remote_code)
+        plain: Any = auto.from_config(
+            model_config, trust_remote_code=config.model.trust_remote_code
+        )
     if config.data.documents != "separate":
         note_length(plain, config.data.sequence_length_tokens, says=False)
     tensors: dict[str, Tensor] = {}
     for place, (name, aliases) in enumerate(saved_names(plain).items()):
-        stored = next((_PREFIX + each for each in aliases if _PREFIX + each in manifest.tensors), None)
+        stored = next(
+            (_PREFIX + each for each in aliases if _PREFIX + each in manifest.tensors),
+            None,
+        )
         if stored is None:
-            raise CheckpointError(f"{saved}: has no {name}; is it of another model? use its own")
+            raise CheckpointError(
+                f"{saved}: has no {name}; is it of another model? use its own"
+            )
         tensors[name] = deferred(_Saved(saved, stored, manifest.tensors[stored], place))
     plan = plan_files(plain, tensors, max_shard_size=max_shard_size, dtype=dtype)
 
@@ -203,7 +250,9 @@ def export_merged(
     """
     _refuse_existing(folder)
     if not (adapter / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{adapter}: has no {ADAPTER_CONFIG}; give the folder that the adapter was saved in")
+        raise ConfigError(
+            f"{adapter}: has no {ADAPTER_CONFIG}; give the folder that the adapter was saved in"
+        )
     doing("merging")
     settings = GenerateSettings(folder=str(adapter))
     config = load_config(settings)
@@ -223,7 +272,9 @@ def export_merged(
 
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
+        raise ConfigError(
+            f"{folder}: is there already; give another folder, or remove it"
+        )
 
 
 def _write(
@@ -233,8 +284,12 @@ def _write(
     folder.parent.mkdir(parents=True, exist_ok=True)
     if problem := missing_room(folder.parent, plan.num_bytes):
         raise CheckpointError(problem)
-    with refused(f"{folder} was not written", OSError, error_type=CheckpointError), scratch_beside(folder) as scratch:
-        write_rest(scratch)  # first: transformers removes weight files that are not its own
+    with (
+        refused(f"{folder} was not written", OSError, error_type=CheckpointError),
+        scratch_beside(folder) as scratch,
+    ):
+        # first: transformers removes weight files that are not its own
+        write_rest(scratch)
         for number, name in enumerate(plan.files, start=1):
             doing(f"writing file {number} of {len(plan.files)}")
             plan.write(name, scratch)
@@ -244,29 +299,48 @@ def _write(
 
 def _settings_of(run: Path) -> TrainConfig:
     if not (run / RECORD).exists():
-        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing); give the one that run = ... named")
-    with refused(f"{run / RECORD}: is not the record of a run", OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{run}: is no folder of a run ({RECORD} is missing); give the one that run = ... named"
+        )
+    with refused(
+        f"{run / RECORD}: is not the record of a run",
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):
         return recorded(json.loads(read_small(run / RECORD))["config"])[0]
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
-    there = [int(name.removeprefix("step_")) for name in saved_steps(run / "checkpoints")]
+    there = [
+        int(name.removeprefix("step_")) for name in saved_steps(run / "checkpoints")
+    ]
     if not there:
         raise ConfigError(f"{run}: has no checkpoint; train it first")
     chosen = there[-1] if step is None else step
     if chosen not in there:
-        raise ConfigError(f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}; use one")
+        raise ConfigError(
+            f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}; use one"
+        )
     return run / "checkpoints" / f"step_{chosen:08d}"
 
 
 class _Saved:
     def __init__(self, folder: Path, name: str, entry: TensorEntry, place: int) -> None:
-        self.name, self.shape, self.dtype = name, entry.shape, getattr(torch, entry.dtype)
+        self.name, self.shape, self.dtype = (
+            name,
+            entry.shape,
+            getattr(torch, entry.dtype),
+        )
         self.place: tuple[int, int] = (place, 0)
         self._folder, self._entry = folder, entry
 
     def read(self, region: Region) -> Tensor:
-        chunk = Chunk(tuple(each.start for each in region), torch.empty(shape_of(region), dtype=self.dtype))
+        chunk = Chunk(
+            tuple(each.start for each in region),
+            torch.empty(shape_of(region), dtype=self.dtype),
+        )
         with opened_files(self._folder) as shard:
             read_chunk(chunk, self.name, self._entry, self._folder, shard)
         return chunk.data

@@ -10,7 +10,12 @@ from pydantic import BaseModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
-from ringspan.core.files.named import ADAPTER_CONFIG, MODEL_CONFIG, read_small, why_no_folder
+from ringspan.core.files.named import (
+    ADAPTER_CONFIG,
+    MODEL_CONFIG,
+    read_small,
+    why_no_folder,
+)
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.lines import differences
 from ringspan.train.config.data_table import find_files
@@ -34,7 +39,8 @@ class RunRecord:
     is_new: bool
     config: TrainConfig
     """The requested settings. An unset warm-up is that of the start: its default follows ``steps``, which may grow."""
-    changes: list[str] = field(default_factory=list)  # settings that differ from those at the start, as lines to show
+    # settings that differ from those at the start, as lines to show
+    changes: list[str] = field(default_factory=list)
 
 
 def read_record(config: TrainConfig) -> RunRecord:
@@ -58,7 +64,9 @@ def read_record(config: TrainConfig) -> RunRecord:
             ) from None
         return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
+        raise ConfigError(
+            f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it"
+        ) from error
     if not isinstance(run_id, str) or not run_id.isalnum():
         raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
     if lost := [key for key in unknown if key.split(".")[0] in _FIXED]:
@@ -68,19 +76,34 @@ def read_record(config: TrainConfig) -> RunRecord:
         )
     if "warmup_steps" not in config.optimizer.model_fields_set:
         warmup = min(began.optimizer.warmup_steps, config.steps)
-        config = config.model_copy(update={"optimizer": config.optimizer.with_warmup(warmup)})
-    changes = [f"{key} is left out: this version of ringspan does not know it" for key in unknown]
-    for key, before, now in differences(began.model_dump(mode="json"), config.model_dump(mode="json")):
-        if key == "data.on_change" or (key in _TEXT and config.data.on_change == "continue"):
+        config = config.model_copy(
+            update={"optimizer": config.optimizer.with_warmup(warmup)}
+        )
+    changes = [
+        f"{key} is left out: this version of ringspan does not know it"
+        for key in unknown
+    ]
+    for key, before, now in differences(
+        began.model_dump(mode="json"), config.model_dump(mode="json")
+    ):
+        if key == "data.on_change" or (
+            key in _TEXT and config.data.on_change == "continue"
+        ):
             continue  # what that does is said when the text has been read
         if key.split(".")[0] in _FIXED and key not in _FREE:
             raise ConfigError(
                 f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
                 "folder with run=..., or set it back"
-                + (", or go on with another text with data.on_change=continue" if key in _TEXT else "")
+                + (
+                    ", or go on with another text with data.on_change=continue"
+                    if key in _TEXT
+                    else ""
+                )
             )
         if key != "run":
-            changes.append(f"{key} = {json.dumps(now)} (the run began with {json.dumps(before)})")
+            changes.append(
+                f"{key} = {json.dumps(now)} (the run began with {json.dumps(before)})"
+            )
     return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
@@ -90,7 +113,9 @@ def recorded(values: object) -> tuple[TrainConfig, list[str]]:
     return parse_config(_known(values, TrainConfig, "", unknown)), unknown
 
 
-def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
+def _known(
+    values: object, table: type[BaseModel], prefix: str, unknown: list[str]
+) -> Any:
     if not isinstance(values, dict):
         return values
     kept = {}
@@ -100,7 +125,9 @@ def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[st
             unknown.append(prefix + key)
             continue
         inner = table_of(field)
-        kept[key] = value if inner is None else _known(value, inner, f"{prefix}{key}.", unknown)
+        kept[key] = (
+            value if inner is None else _known(value, inner, f"{prefix}{key}.", unknown)
+        )
     return kept
 
 
@@ -122,7 +149,9 @@ def _refuse_finished(config: TrainConfig) -> None:
         step = int(read_small(run / EXPORTED))
     except (OSError, ValueError):
         return
-    is_there = (run / "model").exists() and (run / "checkpoints" / f"step_{step:08d}").is_dir()
+    is_there = (run / "model").exists() and (
+        run / "checkpoints" / f"step_{step:08d}"
+    ).is_dir()
     if is_there and step >= config.steps:
         raise finished(config, step)
 
@@ -136,7 +165,9 @@ def finished(config: TrainConfig, step: int) -> ConfigError:
 
 def unusable(run: Path, why: str | OSError) -> ConfigError:
     reason = why if isinstance(why, str) else why.strerror or type(why).__name__
-    return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
+    return ConfigError(
+        f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...'
+    )
 
 
 class RunLock(FileLock):
@@ -155,4 +186,6 @@ class TrainResult:
     loss: float
     eval_loss: float | None
     facts: dict[str, Any] = field(default_factory=dict)
-    stopped_by: str | None = None  # the signal that ended the run early; starting it again resumes it
+    stopped_by: str | None = (
+        None  # the signal that ended the run early; starting it again resumes it
+    )

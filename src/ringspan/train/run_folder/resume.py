@@ -17,7 +17,14 @@ from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Data
 from ringspan.train.model import Tokenizer
-from ringspan.train.run_folder.record import RECORD, RunLock, RunRecord, check_run, recorded, unusable
+from ringspan.train.run_folder.record import (
+    RECORD,
+    RunLock,
+    RunRecord,
+    check_run,
+    recorded,
+    unusable,
+)
 
 TOKENIZER: Final = "tokenizer"
 _DATA: Final = "data.json"
@@ -29,7 +36,9 @@ def tokenizer_of(run: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data) -> None:
+def keep(
+    run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data
+) -> None:
     scratch = run / f"{TOKENIZER}.tmp-new"
     for folder in (scratch, run / TOKENIZER):  # of a run that ended before it had begun
         shutil.rmtree(folder, ignore_errors=True)
@@ -40,8 +49,17 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: D
 
 def describe(data: Data) -> dict[str, Any]:
     """Return the digest of a run's tokens, and facts to describe a change."""
-    files = {name: list(stamp) for name, stamp in data.files.items()} if len(data.files) <= _MAX_FILES else {}
-    return {"sha256": data.stream.digest(), "documents": data.num_documents, "tokens": data.num_tokens, "files": files}
+    files = (
+        {name: list(stamp) for name, stamp in data.files.items()}
+        if len(data.files) <= _MAX_FILES
+        else {}
+    )
+    return {
+        "sha256": data.stream.digest(),
+        "documents": data.num_documents,
+        "tokens": data.num_tokens,
+        "files": files,
+    }
 
 
 def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
@@ -54,7 +72,9 @@ def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
         _write(run, now)
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{run / _DATA}: is not the record of a text ({type(error).__name__}); remove it") from error
+        raise ConfigError(
+            f"{run / _DATA}: is not the record of a text ({type(error).__name__}); remove it"
+        ) from error
     if is_same:
         return None
     if settings.on_change == "refuse":
@@ -77,9 +97,15 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         ("new", [name for name in new if name not in old]),
         ("gone", [name for name in old if name not in new]),
     ]
-    parts = [f"{few(names, 3)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found if names]
+    parts = [
+        f"{few(names, 3)} {'is' if len(names) == 1 else 'are'} {what}"
+        for what, names in found
+        if names
+    ]
     counts = "{documents} documents of {tokens} tokens"
-    return ", ".join([*parts, f"{counts.format_map(now)}, before {counts.format_map(before)}"])
+    return ", ".join(
+        [*parts, f"{counts.format_map(now)}, before {counts.format_map(before)}"]
+    )
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
@@ -93,7 +119,12 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 
 
 def begin_run(
-    config: TrainConfig, record: RunRecord, lock: RunLock, model: PreTrainedModel, tokenizer: Tokenizer, data: Data
+    config: TrainConfig,
+    record: RunRecord,
+    lock: RunLock,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    data: Data,
 ) -> None:
     """Make a new run's folder, or check a resumed one's text and config, on rank 0; errors are all ranks'."""
     run, facts = Path(config.run), model_facts(model)
@@ -102,7 +133,9 @@ def begin_run(
         run.mkdir(parents=True, exist_ok=True)
         lock.take()
         if (run / RECORD).exists():
-            raise ConfigError(f'run = "{run}": another run has begun there meanwhile; choose another with run=...')
+            raise ConfigError(
+                f'run = "{run}": another run has begun there meanwhile; choose another with run=...'
+            )
         keep(run, tokenizer, data)
         _write_record(run, record.run_id, config, facts)
 
@@ -110,11 +143,16 @@ def begin_run(
         written = json.loads((run / RECORD).read_text(encoding="utf-8"))
         began_with = written.get("model", facts)  # earlier versions kept none
         if change := first_change(began_with, facts):
-            raise ConfigError(f"{run} began with {change}; set it back, or choose another folder with run=...")
+            raise ConfigError(
+                f"{run} began with {change}; set it back, or choose another folder with run=..."
+            )
+        # from now on it is this text, wherever it is
         changed = compare(run, config.data, data)
-        if config.data.on_change == "continue":  # from now on it is this text, wherever it is
+        if config.data.on_change == "continue":
             # Only the text: what else the run began with still holds.
-            begun, _ = recorded(written["config"] | {"data": config.model_dump(mode="json")["data"]})
+            begun, _ = recorded(
+                written["config"] | {"data": config.model_dump(mode="json")["data"]}
+            )
             _write_record(run, record.run_id, begun, began_with)
         return [changed] if changed else []
 
@@ -127,7 +165,13 @@ def begin_run(
     record.changes.extend(from_first_rank(work) or ())
 
 
-def _write_record(run: Path, run_id: str, config: TrainConfig, facts: dict[str, Any]) -> None:
-    values = {"run_id": run_id, "config": config.model_dump(mode="json"), "model": facts}
+def _write_record(
+    run: Path, run_id: str, config: TrainConfig, facts: dict[str, Any]
+) -> None:
+    values = {
+        "run_id": run_id,
+        "config": config.model_dump(mode="json"),
+        "model": facts,
+    }
     write_synced(run / RECORD, json.dumps(values, indent=1) + "\n")
     sync_folder(run)

@@ -25,7 +25,10 @@ from tests.torch.attention.test_events import Alone, held
 
 BATCH, HEADS, SIZE, KEYS, TOPK = 2, 3, 8, 4, 5
 
-ZEROS = {dtype: torch.zeros((), dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)}
+ZEROS = {
+    dtype: torch.zeros((), dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32)
+}
 
 
 def nothing(*shape, dtype=torch.float32):
@@ -47,7 +50,9 @@ def without_computing():
         return nothing(BATCH, len(first), TOPK, dtype=torch.int32)
 
     with (
-        patch.multiple(indexed, attend=attend, attend_backward=attend_backward, choose=choose),
+        patch.multiple(
+            indexed, attend=attend, attend_backward=attend_backward, choose=choose
+        ),
         patch.object(indexed.Fetch, "at", lambda fetch, columns: columns),
         patch.object(indexed.Fetch, "columns", lambda fetch, positions: positions),
     ):
@@ -60,7 +65,9 @@ def real(run):
     exchange.log.clear()
     with tracker:
         run(exchange)
-    return exchange.log, max((moment.total_bytes for moment in tracker.moments), default=0)
+    return exchange.log, max(
+        (moment.total_bytes for moment in tracker.moments), default=0
+    )
 
 
 @given(
@@ -72,18 +79,32 @@ def real(run):
     is_shared=st.booleans(),
 )
 @examples(40)
-def test_passes_send_wait_and_hold_what_their_events_say(lengths, layout, ranks, rank, dtype, is_shared):
+def test_passes_send_wait_and_hold_what_their_events_say(
+    lengths, layout, ranks, rank, dtype, is_shared
+):
     rank %= ranks
     split = batch_layout(layout, sum(lengths), ranks, lengths)
     assume(len({split.tokens_of(each) for each in range(ranks)}) == 1)
     mask, tokens = rs.documents(lengths), split.tokens_of(rank)
     spec = AttentionSpec(
-        scale=1.0, mask=mask.spec, layout=getattr(split, "spec", split.name), route="all-gather",
+        scale=1.0,
+        mask=mask.spec,
+        layout=getattr(split, "spec", split.name),
+        route="all-gather",
         padding=0 if layout == "balanced" else padding_of(split),
-    )  # fmt: skip
-    q, kv = nothing(BATCH, HEADS, tokens, SIZE, dtype=dtype), torch.zeros(BATCH, tokens, SIZE, dtype=dtype)
-    ring, _ = assemble(rank, ranks, Alone(), q, kv[:, None], None, spec, is_backward=False)
-    inputs = nothing(BATCH, tokens, 1, KEYS), torch.zeros(BATCH, tokens, KEYS), nothing(BATCH, tokens, 1)
+    )
+    q, kv = (
+        nothing(BATCH, HEADS, tokens, SIZE, dtype=dtype),
+        torch.zeros(BATCH, tokens, SIZE, dtype=dtype),
+    )
+    ring, _ = assemble(
+        rank, ranks, Alone(), q, kv[:, None], None, spec, is_backward=False
+    )
+    inputs = (
+        nothing(BATCH, tokens, 1, KEYS),
+        torch.zeros(BATCH, tokens, KEYS),
+        nothing(BATCH, tokens, 1),
+    )
     index = chosen.IndexInputs(*inputs, 1.0, 1)
     row = indexed._row_of(ring, q)
     given = nothing(BATCH, tokens, TOPK, dtype=torch.int32)
@@ -99,7 +120,15 @@ def test_passes_send_wait_and_hold_what_their_events_say(lengths, layout, ranks,
 
     def ahead(exchange):
         mine = replace(ring, exchange=exchange)
-        indexed.forward(mine, q, kv, None, None if is_shared else index, given if is_shared else None, slice(0, SIZE))
+        indexed.forward(
+            mine,
+            q,
+            kv,
+            None,
+            None if is_shared else index,
+            given if is_shared else None,
+            slice(0, SIZE),
+        )
 
     def back(exchange):
         mine, lse = replace(ring, exchange=exchange), nothing(*q.shape[:3])

@@ -53,25 +53,44 @@ def answer(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 @cache
 def expected(name: str, batch: int = 1, **options: Any) -> torch.Tensor:
-    return answer(models.model(name), torch.cat((book(batch), question(batch)), 1), **options)
+    return answer(
+        models.model(name), torch.cat((book(batch), question(batch)), 1), **options
+    )
 
 
 def read_and_save(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1) -> Any:
     model = model_on(mesh, name)
     kept = model.new_cache()
     with torch.no_grad():
-        model(book(batch), attention_mask=padding(batch, READ), past_key_values=kept, use_cache=True, logits_to_keep=1)
+        model(
+            book(batch),
+            attention_mask=padding(batch, READ),
+            past_key_values=kept,
+            use_cache=True,
+            logits_to_keep=1,
+        )
     model.save_cache(kept, folder)
     return kept.nbytes
 
 
-def load_and_ask(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **options: Any) -> Any:
+def load_and_ask(
+    mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **options: Any
+) -> Any:
     model = model_on(mesh, name)
     kept = model.load_cache(folder)
     assert torch.equal(kept.ids, book(batch))
     shapes = {tuple(layer.keys.shape) for layer in kept.layers}
     before = kept.shares.counts()
-    return answer(model, torch.cat((kept.ids, question(batch)), 1), past_key_values=kept, **options), before, shapes
+    return (
+        answer(
+            model,
+            torch.cat((kept.ids, question(batch)), 1),
+            past_key_values=kept,
+            **options,
+        ),
+        before,
+        shapes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +103,9 @@ def load_and_ask(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **op
         *long(("llama4_text", (1, 2, 3))),
     ],
 )
-def test_loaded_on_other_ranks_it_goes_on_as_one_process_would(pool, tmp_path, name, others):
+def test_loaded_on_other_ranks_it_goes_on_as_one_process_would(
+    pool, tmp_path, name, others
+):
     folder = tmp_path / "book"
     pool.run(read_and_save, 2, name, folder)
     for ranks in others:
@@ -122,7 +143,9 @@ def test_a_window_keeps_what_it_needs(pool, tmp_path):
     assert sum(shape[2] for shapes in held for shape in shapes) == 8
 
 
-def load(mesh: DeviceMesh, name: str, folder: Path, changes: dict[str, object], seed: int) -> None:
+def load(
+    mesh: DeviceMesh, name: str, folder: Path, changes: dict[str, object], seed: int
+) -> None:
     plain: Any = models.model(name, **changes)
     if seed:
         with torch.no_grad():
@@ -142,14 +165,28 @@ def edit_manifest(folder: Path) -> None:
 
 
 DAMAGE = {
-    "a bit": (lambda folder: flip(folder / "rank_00001.safetensors"), "rank_00001.safetensors: has sha256 .* damaged"),
+    "a bit": (
+        lambda folder: flip(folder / "rank_00001.safetensors"),
+        "rank_00001.safetensors: has sha256 .* damaged",
+    ),
     "cut": (
-        lambda folder: (path := folder / "rank_00000.safetensors").write_bytes(path.read_bytes()[:-9]),
+        lambda folder: (path := folder / "rank_00000.safetensors").write_bytes(
+            path.read_bytes()[:-9]
+        ),
         r"rank_00000.safetensors: has \d+ bytes, expected \d+",
     ),
-    "a missing file": (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors: is missi"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: is missing"),
-    "a changed manifest": (edit_manifest, "manifest.json: changed after it was written"),
+    "a missing file": (
+        lambda folder: (folder / "rank_00001.safetensors").unlink(),
+        "rank_00001.safetensors: is missi",
+    ),
+    "no manifest": (
+        lambda folder: (folder / "manifest.json").unlink(),
+        "manifest.json: is missing",
+    ),
+    "a changed manifest": (
+        edit_manifest,
+        "manifest.json: changed after it was written",
+    ),
 }
 
 
@@ -182,7 +219,9 @@ def test_damage_is_named_on_every_rank(pool, saved, tmp_path, damage):
         ("llama", {}, 1, "other weights"),
     ],
 )
-def test_the_cache_of_another_model_is_refused_on_every_rank(pool, saved, name, changes, seed, says):
+def test_the_cache_of_another_model_is_refused_on_every_rank(
+    pool, saved, name, changes, seed, says
+):
     for outcome in pool.outcomes(load, 2, name, saved, changes, seed):
         with pytest.raises(CheckpointError, match=says):
             raise outcome
@@ -196,7 +235,9 @@ def change(model: Any, how: str) -> None:
             weight.grad = torch.ones_like(weight)
         torch.optim.SGD(weights, lr=1e-3, foreach=True).step()
     elif how == "load_state_dict":
-        model.load_state_dict({name: weight * 1.01 for name, weight in model.state_dict().items()})
+        model.load_state_dict(
+            {name: weight * 1.01 for name, weight in model.state_dict().items()}
+        )
     elif how == "in place":
         with torch.no_grad():
             weights[3].add_(1e-3)
@@ -217,7 +258,9 @@ def read_and_go_on(mesh: DeviceMesh, folder: Path) -> list[str]:
         said.append(str(raised.value))
 
     def go_on(model: Any, kept: Any, ids: torch.Tensor) -> torch.Tensor:
-        return model.generate(torch.cat((ids, question()), 1), past_key_values=kept, max_new_tokens=2)
+        return model.generate(
+            torch.cat((ids, question()), 1), past_key_values=kept, max_new_tokens=2
+        )
 
     plain = models.model("llama")
     plain.model.register_buffer("bias", torch.zeros(3))
@@ -229,12 +272,16 @@ def read_and_go_on(mesh: DeviceMesh, folder: Path) -> list[str]:
     ids = go_on(model, copy.deepcopy(kept), ids)
     expect(lambda: go_on(other, kept, ids))
     for how in ("optimizer", "load_state_dict", "in place", "data", "buffer"):
-        kept = model.generate(book(), max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        kept = model.generate(
+            book(), max_new_tokens=2, return_dict_in_generate=True
+        ).past_key_values
         change(model, how)
         expect(lambda kept=kept: model.save_cache(kept, folder / "old"))
         with torch.no_grad():
             expect(lambda kept=kept: model(question(), past_key_values=kept))
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False
+    )
     adapted: Any = get_peft_model(models.model("llama"), lora)
     adapted.add_adapter("b", lora)
     adapted = rs.parallelize(adapted.eval(), mesh)
@@ -251,10 +298,19 @@ def read_and_go_on(mesh: DeviceMesh, folder: Path) -> list[str]:
 
 
 def test_a_cache_needs_its_model_weights_and_adapters(pool, tmp_path):
-    weights = "tokens in the cache were read before the weights changed; read the text again"
-    expected = ["by another model; read", *[weights] * 10, "(default x 1.0, now none)", "(default x 1.0, now b x 1.0)"]
+    weights = (
+        "tokens in the cache were read before the weights changed; read the text again"
+    )
+    expected = [
+        "by another model; read",
+        *[weights] * 10,
+        "(default x 1.0, now none)",
+        "(default x 1.0, now b x 1.0)",
+    ]
     for said in pool.run(read_and_go_on, 2, tmp_path):
-        for line, part in zip(said, [*expected, "with adapters=default x 1.0"], strict=True):
+        for line, part in zip(
+            said, [*expected, "with adapters=default x 1.0"], strict=True
+        ):
             assert part in line, said
 
 
@@ -266,7 +322,9 @@ def save_badly(mesh: DeviceMesh, case: str, folder: Path) -> None:
     if case == "another's":
         kept = DynamicCache()
     elif case != "empty":
-        ids = models.prompt(33, seed=mesh["replicate"].get_local_rank() if case == "replicas" else 0)
+        ids = models.prompt(
+            33, seed=mesh["replicate"].get_local_rank() if case == "replicas" else 0
+        )
         model.generate(ids, past_key_values=kept, max_new_tokens=2)
     model.save_cache(kept, folder)
 
@@ -284,11 +342,15 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(pool, tmp_path, case, say
     folder = tmp_path / "book"
     if case == "exists":
         folder.mkdir()
-    for outcome in pool.outcomes(save_badly, 2, case, folder, replicate=2 if case == "replicas" else 1):
+    for outcome in pool.outcomes(
+        save_badly, 2, case, folder, replicate=2 if case == "replicas" else 1
+    ):
         assert isinstance(outcome, ValueError), outcome
         with pytest.raises(ValueError, match=says):
             raise outcome
-    assert [path.name for path in tmp_path.iterdir()] == (["book"] if case == "exists" else [])
+    assert [path.name for path in tmp_path.iterdir()] == (
+        ["book"] if case == "exists" else []
+    )
 
 
 def tokens_noted(mesh: DeviceMesh) -> list[bool]:
@@ -297,8 +359,13 @@ def tokens_noted(mesh: DeviceMesh) -> list[bool]:
     right = []
     for options in ({}, {"prompt_lookup_num_tokens": 4}):
         kept = model.new_cache()
-        ids = model.generate(book().repeat(1, 2), past_key_values=kept, max_new_tokens=NEW, **options)
-        right.append(torch.equal(kept.ids[: len(ids)], ids[:, : kept.ids.shape[1]]) and kept.ids.shape[1] > 2 * READ)
+        ids = model.generate(
+            book().repeat(1, 2), past_key_values=kept, max_new_tokens=NEW, **options
+        )
+        right.append(
+            torch.equal(kept.ids[: len(ids)], ids[:, : kept.ids.shape[1]])
+            and kept.ids.shape[1] > 2 * READ
+        )
     return right
 
 
@@ -311,10 +378,19 @@ def moved(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     model = model_on(mesh, "llama")
     kept = model.new_cache("int8")
     with mock.patch.object(rows, "_with_room", side_effect=rows._with_room) as made:
-        model.generate(models.prompt(231), past_key_values=kept, max_new_tokens=60, min_new_tokens=60)
+        model.generate(
+            models.prompt(231),
+            past_key_values=kept,
+            max_new_tokens=60,
+            min_new_tokens=60,
+        )
     assert made.called
     olds = [call.args[0] for call in made.call_args_list]
-    return [tuple(old.shape) for old in olds if old.shape[3] > 2 and old.shape[2] and old.dtype == torch.int8]
+    return [
+        tuple(old.shape)
+        for old in olds
+        if old.shape[3] > 2 and old.shape[2] and old.dtype == torch.int8
+    ]
 
 
 def test_nothing_is_moved_while_a_text_is_read_and_written(pool):
@@ -327,7 +403,15 @@ def test_rows_in_fewer_bits_are_rounded_once(dtype):
     """Against plain rows, through appends of all sizes and cuts at both ends: within half a step, the last exact."""
     torch.manual_seed(0)
     rows, plain = QuantisedRows(dtype), Rows()
-    steps = (5, 0, 0), (200, 0, 3), (64, 70, 0), (1, 1, 0), (63, 0, 60), (129, 130, 64), (300, 64, 9)
+    steps = (
+        (5, 0, 0),
+        (200, 0, 3),
+        (64, 70, 0),
+        (1, 1, 0),
+        (63, 0, 60),
+        (129, 130, 64),
+        (300, 64, 9),
+    )
     largest = 0.0
     for added, first, last in steps:
         new = torch.randn(2, 3, added, 8)
@@ -340,12 +424,17 @@ def test_rows_in_fewer_bits_are_rounded_once(dtype):
         assert rows.count == plain.count
         assert rows.tensor.shape == plain.tensor.shape
         error = (rows.tensor - plain.tensor).abs()
-        assert float(error.amax()) <= 0.5001 * largest * {"fp8": 1 / 14, "int8": 1 / 127, "int4": 1 / 7}[dtype]
+        assert (
+            float(error.amax())
+            <= 0.5001 * largest * {"fp8": 1 / 14, "int8": 1 / 127, "int4": 1 / 7}[dtype]
+        )
     assert float(error.amax()) > 0, "some are in blocks"
     before = rows.tensor
     for each in (rows, plain):
         each.cut(0, 150)
-    assert torch.equal(rows.tensor, before[:, :, :-150]), "blocks that are opened again are not rounded anew"
+    assert torch.equal(rows.tensor, before[:, :, :-150]), (
+        "blocks that are opened again are not rounded anew"
+    )
     rows.change(lambda x: x.flip(0))
     assert torch.equal(rows.tensor, before[:, :, :-150].flip(0))
     rows.cut(rows.count, 0)
@@ -367,16 +456,30 @@ def test_bytes_are_codes_and_a_scale_per_head_and_block(dtype, bits):
 LONG = 331  # on two ranks two blocks each and a tail
 
 
-def over(model: Any, dtype: str | None, way: str, new: int = NEW) -> tuple[torch.Tensor, torch.Tensor]:
+def over(
+    model: Any, dtype: str | None, way: str, new: int = NEW
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A text after a long prompt, over a cache of a dtype, and its logits."""
-    options = {"beams": {"num_beams": 3}, "crop": {"prompt_lookup_num_tokens": 4}, "greedy": {}}[way]
+    options = {
+        "beams": {"num_beams": 3},
+        "crop": {"prompt_lookup_num_tokens": 4},
+        "greedy": {},
+    }[way]
     if dtype is not None:
         options["past_key_values"] = model.new_cache(None if dtype == "own" else dtype)
-    ids = models.prompt(30).repeat(1, 11)[:, :LONG] if way == "crop" else models.prompt(LONG)
-    return results(lambda model: plain(model, ids, max_new_tokens=new, **options), model)
+    ids = (
+        models.prompt(30).repeat(1, 11)[:, :LONG]
+        if way == "crop"
+        else models.prompt(LONG)
+    )
+    return results(
+        lambda model: plain(model, ids, max_new_tokens=new, **options), model
+    )
 
 
-def over_all(mesh: DeviceMesh, name: str, dtypes: list[str], way: str, new: int = NEW) -> Any:
+def over_all(
+    mesh: DeviceMesh, name: str, dtypes: list[str], way: str, new: int = NEW
+) -> Any:
     model = model_on(mesh, name)
     return [over(model, dtype, way, new) for dtype in dtypes]
 
@@ -389,7 +492,9 @@ def test_the_first_logits_are_within_a_bound(pool, name):
     """Of random weights, whose attention is sharper than a trained model's."""
     _, whole = over(models.model(name), None, "greedy", 1)
     for got in pool.run(over_all, 2, name, list(BOUNDS), "greedy", 1):
-        errors = [float((logits[0] - whole[0]).norm() / whole[0].norm()) for _, logits in got]
+        errors = [
+            float((logits[0] - whole[0]).norm() / whole[0].norm()) for _, logits in got
+        ]
         for (dtype, bound), error in zip(BOUNDS.items(), errors, strict=True):
             assert error < bound, dtype
             assert (error > 1e-5) == (dtype != "float32"), "it is rounded"
@@ -406,7 +511,10 @@ def costs(mesh: DeviceMesh, folder: Path) -> Any:
     model = model_on(mesh, "llama")
     kept = model.load_cache(folder, "int8")
     assert kept.dtype == "int8"
-    return [model.cache_cost(models.prompt(700), dtype, scored=100) for dtype in ("float32", "int8", "int4")]
+    return [
+        model.cache_cost(models.prompt(700), dtype, scored=100)
+        for dtype in ("float32", "int8", "int4")
+    ]
 
 
 @pytest.mark.long
@@ -426,7 +534,10 @@ def other_dtype(mesh: DeviceMesh, case: str) -> None:
     model.generate(book(), past_key_values=model.new_cache(dtype), max_new_tokens=2)
 
 
-@pytest.mark.parametrize(("case", "says"), [("unknown", "'int3'"), ("different", "different past_key_values")])
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [("unknown", "'int3'"), ("different", "different past_key_values")],
+)
 def test_dtypes_that_do_not_fit_raise_on_every_rank(pool, case, says):
     for outcome in pool.outcomes(other_dtype, 2, case):
         assert isinstance(outcome, ValueError), outcome

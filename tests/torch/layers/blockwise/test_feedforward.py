@@ -13,8 +13,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.torch.layers.blockwise.blocks import Blockwise, mixes_tokens, run_in_blocks
-from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
+from ringspan.torch.layers.blockwise.blocks import (
+    Blockwise,
+    mixes_tokens,
+    run_in_blocks,
+)
+from ringspan.torch.layers.blockwise.feedforward import (
+    find_feedforwards,
+    free_feedforwards,
+)
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from tests.torch.models import build, check, kept_bytes, logged, relative, step, tokens
@@ -22,17 +29,35 @@ from tests.torch.models import build, check, kept_bytes, logged, relative, step,
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama-tied", {}),  # with biases
     ("gemma3_text", {}),  # a norm after the feed-forward
-    ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    (
+        "gpt2",
+        {
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 2,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
     ("mixtral", {"num_local_experts": 4}),
-    ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}),  # its experts also return scores
+    # its experts also return scores
+    (
+        "gpt_oss",
+        {"num_local_experts": 4, "head_dim": 16},
+    ),
 ]
 
 
-def chunked_step(kind: str, changes: dict[str, Any], chunk: int, checkpoint: Any, count: Any = None) -> Any:
+def chunked_step(
+    kind: str, changes: dict[str, Any], chunk: int, checkpoint: Any, count: Any = None
+) -> Any:
     model = build(kind, **changes).train()
     feedforwards = find_feedforwards(view_of(model))
     if chunk:
-        run_in_blocks(find_feedforwards(view_of(model)), chunk, "feedforward_chunk_tokens")
+        run_in_blocks(
+            find_feedforwards(view_of(model)), chunk, "feedforward_chunk_tokens"
+        )
     checkpoint_layers(view_of(model), checkpoint)
     if count is not None:
         for module in feedforwards:
@@ -42,7 +67,10 @@ def chunked_step(kind: str, changes: dict[str, Any], chunk: int, checkpoint: Any
 
 @pytest.mark.parametrize(("kind", "changes"), MODELS, ids=[kind for kind, _ in MODELS])
 def test_any_model_has_the_same_loss_and_gradients_in_chunks(kind, changes):
-    found = [chunked_step(kind, changes, chunk, checkpoint) for chunk, checkpoint in ((5, "none"), (100, "full"))]
+    found = [
+        chunked_step(kind, changes, chunk, checkpoint)
+        for chunk, checkpoint in ((5, "none"), (100, "full"))
+    ]
     check(found, chunked_step(kind, changes, 0, "none"), (1e-6, 1e-6))
 
 
@@ -53,7 +81,9 @@ def test_blocks_are_recomputed_in_the_autocast_of_forward():
     run_in_blocks(find_feedforwards(view_of(model)), 5, "feedforward_chunk_tokens")
     seen: list[tuple[bool, torch.dtype]] = []
     for module in feedforwards:
-        module.act_fn.register_forward_hook(lambda _, __, out: seen.append((torch.is_grad_enabled(), out.dtype)))
+        module.act_fn.register_forward_hook(
+            lambda _, __, out: seen.append((torch.is_grad_enabled(), out.dtype))
+        )
     ids = tokens(2, 19)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
@@ -76,7 +106,9 @@ class Layer(GradientCheckpointingLayer):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
+        self.mlp = nn.Sequential(
+            nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(hidden)
@@ -118,7 +150,9 @@ def test_gradients_of_the_weights_add_up_in_float32():
     """258 blocks with a gradient of 1 each: in bfloat16 their sum would stop growing at 256."""
     model: Any = Model(1, Layer(1))
     model.layer.mlp = Shift()
-    run_in_blocks(find_feedforwards(view_of(model.bfloat16())), 1, "feedforward_chunk_tokens")
+    run_in_blocks(
+        find_feedforwards(view_of(model.bfloat16())), 1, "feedforward_chunk_tokens"
+    )
     model.layer(torch.zeros(1, 258, 1).bfloat16()).sum().backward()
     assert model.layer.mlp.by.grad.item() == 258.0
 
@@ -150,7 +184,9 @@ def test_a_module_that_mixes_tokens_is_refused_by_name(how):
     with pytest.raises(rs.UnsupportedError, match="mlp mixes tokens"):
         run_in_blocks(find_feedforwards(view_of(model)), 4, "feedforward_chunk_tokens")
     assert mixes_tokens(Mixing("none"), 8) == ""
-    assert mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
+    assert mixes_tokens(Mixing("none").to("meta"), 8) == "", (
+        "tried on weights made up for it"
+    )
 
 
 def test_a_random_feedforward_is_refused_in_any_mode():
@@ -158,41 +194,65 @@ def test_a_random_feedforward_is_refused_in_any_mode():
     model = build("mixtral", num_local_experts=4, router_jitter_noise=0.1).eval()
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with pytest.raises(rs.UnsupportedError, match=r"layers\.0.*mlp is random in training"):
+    with pytest.raises(
+        rs.UnsupportedError, match=r"layers\.0.*mlp is random in training"
+    ):
         run_in_blocks(find_feedforwards(view_of(model)), 4, "feedforward_chunk_tokens")
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module.training for module in model.modules())
 
 
 def test_what_has_no_feedforward_in_one_piece_is_refused_by_name():
-    with pytest.raises(rs.UnsupportedError, match=r"OPTForCausalLM.*layers\.0.*fc1 is a part of a feed-forward"):
+    with pytest.raises(
+        rs.UnsupportedError,
+        match=r"OPTForCausalLM.*layers\.0.*fc1 is a part of a feed-forward",
+    ):
         find_feedforwards(view_of(build("opt", ffn_dim=96)))
     with pytest.raises(rs.UnsupportedError, match=r"mlp has dropout 0\.1"):
-        find_feedforwards(view_of(build("gpt2", n_embd=64, n_head=4, n_layer=1, resid_pdrop=0.1)))
+        find_feedforwards(
+            view_of(build("gpt2", n_embd=64, n_head=4, n_layer=1, resid_pdrop=0.1))
+        )
     with pytest.raises(rs.ConfigError, match="feedforward_chunk_tokens"):
-        run_in_blocks(find_feedforwards(view_of(build("llama"))), 0, "feedforward_chunk_tokens")
+        run_in_blocks(
+            find_feedforwards(view_of(build("llama"))), 0, "feedforward_chunk_tokens"
+        )
 
 
 @pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
 def test_the_default_cuts_what_then_runs_no_more_often(kind, is_cut, caplog):
     model = build(kind).train()
-    assert free_feedforwards(view_of(model), checkpointed=True) == (find_feedforwards(view_of(model)) if is_cut else [])
-    assert [message for message in caplog.messages if "Gemma3ForCausalLM" in message] == caplog.messages
+    assert free_feedforwards(view_of(model), checkpointed=True) == (
+        find_feedforwards(view_of(model)) if is_cut else []
+    )
+    assert [
+        message for message in caplog.messages if "Gemma3ForCausalLM" in message
+    ] == caplog.messages
     assert len(caplog.messages) == (not is_cut)
-    assert free_feedforwards(view_of(model), checkpointed=False) == [], "without a checkpoint blocks cost one more pass"
+    assert free_feedforwards(view_of(model), checkpointed=False) == [], (
+        "without a checkpoint blocks cost one more pass"
+    )
 
 
 def test_trying_a_layer_leaves_nothing_behind():
     model, results = build("llama").train(), []
-    model.model.layers[0].mlp.register_forward_hook(lambda *given: results.append(weakref.ref(given[2])))
-    model.model.layers[1].register_forward_pre_hook(lambda *_: results.append("the second layer runs"))
-    assert free_feedforwards(view_of(model), checkpointed=True) == [layer.mlp for layer in model.model.layers]
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda *given: results.append(weakref.ref(given[2]))
+    )
+    model.model.layers[1].register_forward_pre_hook(
+        lambda *_: results.append("the second layer runs")
+    )
+    assert free_feedforwards(view_of(model), checkpointed=True) == [
+        layer.mlp for layer in model.model.layers
+    ]
     assert results[-1]() is None and "the second layer runs" not in results
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("more", "mlp is called with more than hidden states"), ("broken", r"could not be tried out \(ValueError\)")],
+    [
+        ("more", "mlp is called with more than hidden states"),
+        ("broken", r"could not be tried out \(ValueError\)"),
+    ],
 )
 def test_the_default_leaves_what_it_cannot_try(how, reason, monkeypatch, caplog):
     model = build("llama").train()
@@ -206,7 +266,9 @@ def test_the_default_leaves_what_it_cannot_try(how, reason, monkeypatch, caplog)
     monkeypatch.setattr(type(model.model.layers[0]), "forward", changed)
     assert free_feedforwards(view_of(model), checkpointed=True) == []
     assert re.search(reason, caplog.text)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 def on_a_ring(mesh: DeviceMesh) -> Any:
@@ -216,17 +278,30 @@ def on_a_ring(mesh: DeviceMesh) -> Any:
         ("llama", {}),
         ("llama", {"checkpoint": "none"}),
         ("llama", {"feedforward_chunk_tokens": 0, "norm_chunk_tokens": 0}),
-        ("llama", {"feedforward_chunk_tokens": 7, "norm_chunk_tokens": 5, "checkpoint": "none"}),
+        (
+            "llama",
+            {
+                "feedforward_chunk_tokens": 7,
+                "norm_chunk_tokens": 5,
+                "checkpoint": "none",
+            },
+        ),
         ("gemma3_text", {"feedforward_chunk_tokens": 7}),
         ("llama4_text", {}),
     ]
     with logged() as lines:
         for kind, options in cases:
             model = rs.parallelize(build(kind), mesh, **options)
-            blocks: list[Any] = [module for module in model.modules() if isinstance(module, Blockwise)]
+            blocks: list[Any] = [
+                module for module in model.modules() if isinstance(module, Blockwise)
+            ]
             of = {module.chunk_option: module.chunk_tokens for module in blocks}
-            chunks.append((of.get("feedforward_chunk_tokens"), of.get("norm_chunk_tokens")))
-    with pytest.raises(rs.UnsupportedError, match="Llama4ForCausalLM has no feed-forward"):
+            chunks.append(
+                (of.get("feedforward_chunk_tokens"), of.get("norm_chunk_tokens"))
+            )
+    with pytest.raises(
+        rs.UnsupportedError, match="Llama4ForCausalLM has no feed-forward"
+    ):
         rs.parallelize(build("llama4_text"), mesh, feedforward_chunk_tokens=7)
     return chunks, lines
 
@@ -234,7 +309,14 @@ def on_a_ring(mesh: DeviceMesh) -> Any:
 def test_feedforwards_are_cut_by_default_and_exceptions_logged(pool):
     free = FREE_CHUNK_TOKENS
     for rank, (chunks, lines) in enumerate(pool.run(on_a_ring, 2)):
-        assert chunks == [(free, free), (None, None), (None, None), (7, 5), (7, free), (None, free)]
+        assert chunks == [
+            (free, free),
+            (None, None),
+            (None, None),
+            (7, 5),
+            (7, free),
+            (None, free),
+        ]
         assert len(lines) == (rank == 0), "by the first rank alone"
         assert all("all tokens at once: Llama4ForCausalLM" in line for line in lines)
 
@@ -258,7 +340,11 @@ def test_gradients_that_share_memory_add_up_apart():
     for each in (module, plain):
         each(hidden).square().sum().backward()
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None and relative(one.grad, other.grad) < 1e-6
+        assert (
+            one.grad is not None
+            and other.grad is not None
+            and relative(one.grad, other.grad) < 1e-6
+        )
 
 
 def mixing(_: nn.Module, __: Any, out: Tensor) -> Tensor:
@@ -275,7 +361,9 @@ def test_of_modules_alike_each_with_other_code_is_tried(how):
     else:
         plain = mlp.forward
         mlp.forward = lambda hidden: mixing(mlp, None, plain(hidden))
-    with pytest.raises(rs.UnsupportedError, match=r"model\.layers\.1|layers\.1.*mlp mixes tokens"):
+    with pytest.raises(
+        rs.UnsupportedError, match=r"model\.layers\.1|layers\.1.*mlp mixes tokens"
+    ):
         find_feedforwards(view_of(model))
 
 

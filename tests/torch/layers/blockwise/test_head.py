@@ -84,11 +84,20 @@ def alter(model: Any, how: str) -> None:
         case "sum":
             parametrize.register_parametrization(head, "weight", Added((97, 64)))
         case "two layers":
-            model.lm_head = nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 97))
+            model.lm_head = nn.Sequential(
+                nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 97)
+            )
 
 
 HOWS = [
-    *("hook", "hook before", "hook with parameters", "hook with others' parameters", "own forward", "subclass"),
+    *(
+        "hook",
+        "hook before",
+        "hook with parameters",
+        "hook with others' parameters",
+        "own forward",
+        "subclass",
+    ),
     *("adapted", "float32", "weight norm", "sum", "two layers"),
 ]
 
@@ -114,7 +123,11 @@ def one_step(kind: str, how: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "how", "replicate", "options"),
     [
-        *(("llama", how, 1, {"loss_chunk_tokens": 5}) for how in HOWS if how not in ("hook", "subclass")),
+        *(
+            ("llama", how, 1, {"loss_chunk_tokens": 5})
+            for how in HOWS
+            if how not in ("hook", "subclass")
+        ),
         ("gemma2", "hook", 1, {"checkpoint": "none"}),  # which has a softcap
         ("granite", "adapted", 1, {"checkpoint": "none"}),  # and a scale
         ("llama-tied", "subclass", 1, {"checkpoint": "none"}),
@@ -123,27 +136,41 @@ def one_step(kind: str, how: str) -> Any:
         ("llama", "adapted", 2, {}),
     ],
 )
-def test_a_head_that_is_more_than_its_weight_is_called(pool, kind, how, replicate, options):
+def test_a_head_that_is_more_than_its_weight_is_called(
+    pool, kind, how, replicate, options
+):
     expected = one_step(kind, how)
-    assert relative(expected[0], one_step(kind, "as it is")[0]) > 1e-4 or how in ("float32", "weight norm")
-    check(pool.run(ring_step, 2 * replicate, kind, how, options, replicate=replicate), expected)
+    assert relative(expected[0], one_step(kind, "as it is")[0]) > 1e-4 or how in (
+        "float32",
+        "weight norm",
+    )
+    check(
+        pool.run(ring_step, 2 * replicate, kind, how, options, replicate=replicate),
+        expected,
+    )
 
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "extras", "dtype", "ignored"),
     pairwise([7, 1, 64], EXTRAS, [torch.float64, torch.float32], ["some", "all"]),
 )
-def test_loss_and_gradients_are_those_of_whole_logits(chunk_tokens, extras, dtype, ignored):
+def test_loss_and_gradients_are_those_of_whole_logits(
+    chunk_tokens, extras, dtype, ignored
+):
     bound = BOUNDS[dtype]
     (hidden, weight, bias), targets = example(dtype, ignored=ignored)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     head = lambda x: x @ weight.T + bias  # noqa: E731
     module: Any = Called(head)
-    ours = called_cross_entropy(hidden, module, targets, LossOptions(chunk_tokens=chunk_tokens, **extras))
+    ours = called_cross_entropy(
+        hidden, module, targets, LossOptions(chunk_tokens=chunk_tokens, **extras)
+    )
     truth = whole(exact[0], exact[1], exact[2], targets, **extras)
     assert ours.dtype == dtype and (relative(ours, truth) < bound or ours == truth == 0)
     pairs = zip(
-        torch.autograd.grad(ours * 0.3, (hidden, weight, bias)), torch.autograd.grad(truth * 0.3, exact), strict=True
+        torch.autograd.grad(ours * 0.3, (hidden, weight, bias)),
+        torch.autograd.grad(truth * 0.3, exact),
+        strict=True,
     )
     for found, expected in pairs:
         assert relative(found, expected) < bound or not (found.any() or expected.any())
@@ -161,21 +188,34 @@ class Called(nn.Module):
 
 
 def test_the_head_sums_in_float32_and_repeats_its_dropout():
-    hidden, weight = torch.ones(320, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    hidden, weight = (
+        torch.ones(320, 1).bfloat16(),
+        torch.zeros(2, 1).bfloat16().requires_grad_(),
+    )
     module = Called(lambda x: x @ weight.T)
-    called_cross_entropy(hidden, module, torch.zeros(320).long(), LossOptions(chunk_tokens=1)).backward()
+    called_cross_entropy(
+        hidden, module, torch.zeros(320).long(), LossOptions(chunk_tokens=1)
+    ).backward()
     assert weight.grad is not None and weight.grad.flatten().tolist() == [-160.0, 160.0]
 
     drawn: list[Tensor] = []
     hidden.requires_grad_()
     dropping = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 2).bfloat16())
     dropping[0].register_forward_hook(lambda _, __, out: drawn.append(out.detach()))
-    loss = called_cross_entropy(hidden, dropping, torch.zeros(320).long(), LossOptions(chunk_tokens=64))
+    loss = called_cross_entropy(
+        hidden, dropping, torch.zeros(320).long(), LossOptions(chunk_tokens=64)
+    )
     after = torch.get_rng_state()
     loss.backward()
     assert torch.equal(after, torch.get_rng_state())
-    assert len(drawn) == 10 and all(map(torch.equal, drawn[:5], drawn[5:])) and not torch.equal(drawn[0], drawn[1])
-    assert hidden.grad is not None and torch.equal(hidden.grad == 0, torch.cat(drawn[:5], 1)[0] == 0)
+    assert (
+        len(drawn) == 10
+        and all(map(torch.equal, drawn[:5], drawn[5:]))
+        and not torch.equal(drawn[0], drawn[1])
+    )
+    assert hidden.grad is not None and torch.equal(
+        hidden.grad == 0, torch.cat(drawn[:5], 1)[0] == 0
+    )
 
 
 def test_what_was_computed_before_is_refused():
@@ -183,7 +223,9 @@ def test_what_was_computed_before_is_refused():
     before = weight * 2
     hidden, targets = torch.randn(8, 4, requires_grad=True), torch.zeros(8).long()
     with pytest.raises(rs.UnsupportedError, match="computed before"):
-        called_cross_entropy(hidden, Called(lambda x: x @ before.T), targets, LossOptions())
+        called_cross_entropy(
+            hidden, Called(lambda x: x @ before.T), targets, LossOptions()
+        )
 
 
 def test_only_a_linear_layer_as_it_is_is_its_weight():
@@ -221,7 +263,9 @@ def test_a_hook_that_comes_after_parallelize_is_honoured(pool):
     check(pool.run(late_hook, 2, halve), one_step("llama", "hook"))
 
 
-@pytest.mark.parametrize(("hook", "tp", "message"), [(mix, 1, "mixes tokens"), (halve, 2, "use tp=1")])
+@pytest.mark.parametrize(
+    ("hook", "tp", "message"), [(mix, 1, "mixes tokens"), (halve, 2, "use tp=1")]
+)
 def test_a_late_hook_that_cannot_be_honoured_is_refused(pool, hook, tp, message):
     for outcome in pool.outcomes(late_hook_of_even, 2, hook, tp=tp):
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
@@ -241,4 +285,6 @@ def chunked_vocabulary(mesh: DeviceMesh) -> None:
 
 def test_blocks_of_vocabulary_need_a_head_that_is_its_weight(pool):
     for outcome in pool.outcomes(chunked_vocabulary, 2):
-        assert isinstance(outcome, rs.UnsupportedError) and "loss_chunk_vocabulary=50" in str(outcome)
+        assert isinstance(
+            outcome, rs.UnsupportedError
+        ) and "loss_chunk_vocabulary=50" in str(outcome)

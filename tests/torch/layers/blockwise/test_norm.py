@@ -58,7 +58,11 @@ class OverTokens(Gated):
         return self.weight * hidden * hidden.pow(2).mean((1, 2), keepdim=True).rsqrt()
 
 
-@pytest.mark.parametrize("norm", [Gated(), OverTokens(), nn.LayerNorm(64)], ids=lambda norm: type(norm).__name__)
+@pytest.mark.parametrize(
+    "norm",
+    [Gated(), OverTokens(), nn.LayerNorm(64)],
+    ids=lambda norm: type(norm).__name__,
+)
 def test_what_blocks_would_break_or_not_help_is_left_alone(norm):
     model: Any = nn.ModuleList([norm])
     assert find_norms(model) == []
@@ -68,12 +72,17 @@ def test_an_argument_that_is_none_changes_nothing():
     norm, hidden = Gated(), torch.randn(1, 5, 64)
     run_in_blocks([norm], 2, "norm_chunk_tokens")
     assert torch.equal(norm(hidden, gate=None), Gated()(hidden))
-    with pytest.raises(rs.UnsupportedError, match="called with more than hidden states"):
+    with pytest.raises(
+        rs.UnsupportedError, match="called with more than hidden states"
+    ):
         norm(hidden, gate=torch.ones(64))
 
 
 def test_no_tokens_at_a_time_are_refused():
-    with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be at least 1, got -1; 0 is for none"):
+    with pytest.raises(
+        rs.ConfigError,
+        match="norm_chunk_tokens must be at least 1, got -1; 0 is for none",
+    ):
         run_in_blocks(find_norms(build("llama")), -1, "norm_chunk_tokens")
 
 

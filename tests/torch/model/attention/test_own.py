@@ -36,7 +36,10 @@ from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
     ],
 )
 def test_packed_documents_on_three_ranks_equal_one_process(pool, kind):
-    truth, alone = (one_process(kind, dtype, is_packed=True) for dtype in (torch.float64, torch.float32))
+    truth, alone = (
+        one_process(kind, dtype, is_packed=True)
+        for dtype in (torch.float64, torch.float32)
+    )
     for outcome in pool.run(on_the_ring, 3, kind, "striped", True):
         assert error_of(outcome, truth) < max(BOUND, 2 * error_of(alone, truth))
 
@@ -44,14 +47,21 @@ def test_packed_documents_on_three_ranks_equal_one_process(pool, kind):
 def variant(kind: str, changes: dict[str, Any]) -> Any:
     config = tiny_config(kind).to_dict() | changes
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**config), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.05)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+                * 0.05
+            )
     return model
 
 
-def logits_of(mesh: Any, kind: str, changes: dict[str, Any], options: dict[str, Any] | None = None) -> torch.Tensor:
+def logits_of(
+    mesh: Any, kind: str, changes: dict[str, Any], options: dict[str, Any] | None = None
+) -> torch.Tensor:
     model = rs.parallelize(variant(kind, changes), mesh, **(options or {}))
     tokens = tiny_tokens(29)
     with torch.no_grad():
@@ -96,7 +106,11 @@ def loss_of(mesh: Any, mask: list[int] | None, padded: list[int]) -> float:
     batch = {"input_ids": tokens, "labels": tokens}
     if mask is not None:
         real = torch.tensor([mask])
-        batch = {"input_ids": tokens, "attention_mask": real, "labels": tokens.masked_fill(real.roll(1) == 0, -100)}
+        batch = {
+            "input_ids": tokens,
+            "attention_mask": real,
+            "labels": tokens.masked_fill(real.roll(1) == 0, -100),
+        }
     if mesh is None:
         return model(**batch).loss.item()
     return rs.parallelize(model, mesh)(**rs.shard_batch(batch, mesh)).loss.item()
@@ -105,7 +119,9 @@ def loss_of(mesh: Any, mask: list[int] | None, padded: list[int]) -> float:
 @pytest.mark.parametrize("padded", [[3], [10], [4, 5, 9]])
 def test_a_pad_token_in_a_text_whose_positions_skip_it_raises(pool, padded):
     for outcome in pool.outcomes(loss_of, 2, None, padded):
-        assert isinstance(outcome, rs.UnsupportedError) and "where no padding is marked" in str(outcome)
+        assert isinstance(
+            outcome, rs.UnsupportedError
+        ) and "where no padding is marked" in str(outcome)
 
 
 @pytest.mark.parametrize("mask", [[1] * 8 + [0] * 3, [0] * 3 + [1] * 8])
@@ -128,7 +144,10 @@ def test_what_is_not_supported_of_such_models_raises(pool):
     for outcome in pool.outcomes(refused, 2, "gpt_neo", {"compile": True}):
         assert isinstance(outcome, rs.UnsupportedError)
         assert "computes attention in its own code; use compile=False" in str(outcome)
-    for kind, message in {"mpt": "its attention has ALiBi", "openai-gpt": "it keeps no cache"}.items():
+    for kind, message in {
+        "mpt": "its attention has ALiBi",
+        "openai-gpt": "it keeps no cache",
+    }.items():
         for outcome in pool.outcomes(generating, 2, kind):
             assert isinstance(outcome, rs.UnsupportedError)
             assert message in str(outcome)
@@ -136,14 +155,18 @@ def test_what_is_not_supported_of_such_models_raises(pool):
 
 @pytest.mark.parametrize("kind", ["bert", "rembert", "roberta"])
 def test_a_model_whose_tokens_see_later_ones_is_refused(kind):
-    with pytest.raises(rs.UnsupportedError, match=r"tokens see later ones .* set is_decoder=True"):
+    with pytest.raises(
+        rs.UnsupportedError, match=r"tokens see later ones .* set is_decoder=True"
+    ):
         refuse_unsupported(view_of(variant(kind, {"is_decoder": False})))
 
 
 def test_a_head_of_layers_that_cannot_be_tried_out_is_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("bert"))
-    with pytest.raises(rs.UnsupportedError, match="cannot be tried out without weights"):
+    with pytest.raises(
+        rs.UnsupportedError, match="cannot be tried out without weights"
+    ):
         refuse_unsupported(view_of(model))
 
 
@@ -158,7 +181,10 @@ class Doubled(LlamaForCausalLM):
 
 def test_logits_that_are_made_in_another_way_are_refused():
     config: Any = tiny_config("llama")
-    with pytest.raises(rs.UnsupportedError, match="has more between its decoder and its logits than its head"):
+    with pytest.raises(
+        rs.UnsupportedError,
+        match="has more between its decoder and its logits than its head",
+    ):
         refuse_unsupported(view_of(Doubled(config)))
     for kind, message in {
         "roformer": "computes attention in its own code, not through transformers' Atten",
@@ -168,14 +194,23 @@ def test_logits_that_are_made_in_another_way_are_refused():
         with pytest.raises(rs.UnsupportedError, match=message):
             refuse_unsupported(view_of(tiny_model(kind)))
     muse: Any = tiny_model("muse_glimmer:multimodal")
-    assert refuse_unsupported(view_of(muse)) and muse.config.text_config.output_multiplier != 1
+    assert (
+        refuse_unsupported(view_of(muse))
+        and muse.config.text_config.output_multiplier != 1
+    )
 
 
 def test_the_head_of_a_model_is_found():
     assert refuse_unsupported(view_of(tiny_model("llama"))).parts == ()
     assert refuse_unsupported(view_of(tiny_model("bert"))).parts == ("cls",)
-    assert refuse_unsupported(view_of(tiny_model("electra"))).parts == ("generator_predictions", "generator_lm_head")
-    assert [refuse_unsupported(view_of(tiny_model(kind))).shifts for kind in ("bert", "bart")] == [True, False]
+    assert refuse_unsupported(view_of(tiny_model("electra"))).parts == (
+        "generator_predictions",
+        "generator_lm_head",
+    )
+    assert [
+        refuse_unsupported(view_of(tiny_model(kind))).shifts
+        for kind in ("bert", "bart")
+    ] == [True, False]
 
 
 def warned(mesh: Any, kind: str) -> list[str]:
@@ -191,12 +226,19 @@ def warned(mesh: Any, kind: str) -> list[str]:
 
 def test_shifted_labels_of_an_own_model_are_logged_by_one_rank(pool):
     first, second = pool.run(warned, 2, "bart")
-    assert len(first) == 1 and "on a ring labels are shifted" in first[0] and second == []
+    assert (
+        len(first) == 1 and "on a ring labels are shifted" in first[0] and second == []
+    )
 
 
 def test_configs_with_their_own_names_for_heads_and_windows():
     falcon: Any = CONFIG_MAPPING["falcon"]
     assert head_counts(falcon(num_attention_heads=8, num_hidden_layers=1)) == [(8, 1)]
-    grouped = falcon(num_attention_heads=8, num_kv_heads=4, new_decoder_architecture=True, num_hidden_layers=1)
+    grouped = falcon(
+        num_attention_heads=8,
+        num_kv_heads=4,
+        new_decoder_architecture=True,
+        num_hidden_layers=1,
+    )
     assert head_counts(grouped) == [(8, 4)]
     assert [kind.window for kind in layer_kinds(tiny_config("gpt_neo"))] == [None, 8]

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModel, AutoModelForQuestionAnswering, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    PreTrainedModel,
+)
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
@@ -21,14 +26,23 @@ SMALL: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
-    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {},
 }
 
 
 def config(kind: str) -> Any:
-    without = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
-    return AutoConfig.for_model(kind, **SMALL | KINDS[kind] | dict.fromkeys(without, 0.0))
+    without = (
+        ("attn_pdrop", "resid_pdrop", "embd_pdrop")
+        if kind == "gpt2"
+        else ("attention_dropout",)
+    )
+    return AutoConfig.for_model(
+        kind, **SMALL | KINDS[kind] | dict.fromkeys(without, 0.0)
+    )
 
 
 class Policy(PreTrainedModel):
@@ -41,9 +55,13 @@ class Policy(PreTrainedModel):
         self.writes = nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 3))
         self.post_init()
 
-    def forward(self, observations: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, observations: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         embeddings = self.reads(observations)
-        hidden = self.decoder(inputs_embeds=embeddings, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = self.decoder(
+            inputs_embeds=embeddings, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         return self.writes(hidden)
 
 
@@ -64,7 +82,9 @@ def features(batch: int, length: int, own: bool) -> dict[str, Tensor]:
     return {"observations": x, "targets": y, "mask": mask}
 
 
-def loss_of(model: Any, part: dict[str, Tensor], own: bool, count: Tensor) -> tuple[Tensor, Tensor]:
+def loss_of(
+    model: Any, part: dict[str, Tensor], own: bool, count: Tensor
+) -> tuple[Tensor, Tensor]:
     """The squared error of all tokens that count, over their number."""
     positions = {"position_ids": part["position_ids"]} if "position_ids" in part else {}
     if own:
@@ -75,11 +95,15 @@ def loss_of(model: Any, part: dict[str, Tensor], own: bool, count: Tensor) -> tu
     return errors.sum() / count, out
 
 
-def on_ring(mesh: DeviceMesh, kind: str, own: bool, layout: Any, length: int, checkpoint: Any) -> Any:
+def on_ring(
+    mesh: DeviceMesh, kind: str, own: bool, layout: Any, length: int, checkpoint: Any
+) -> Any:
     model = rs.parallelize(build(kind, own), mesh, layout=layout, checkpoint=checkpoint)
     whole = features(4, length, own)
     rows = slice(mesh["replicate"].get_local_rank(), None, mesh["replicate"].size())
-    part = rs.shard_features({name: x[rows] for name, x in whole.items()}, mesh, layout=layout)
+    part = rs.shard_features(
+        {name: x[rows] for name, x in whole.items()}, mesh, layout=layout
+    )
     local, _ = loss_of(model, part, own, whole["mask"].sum())
     loss = rs.global_sum(local, mesh)
     loss.backward()
@@ -87,7 +111,12 @@ def on_ring(mesh: DeviceMesh, kind: str, own: bool, layout: Any, length: int, ch
     with torch.no_grad():
         _, out = loss_of(model, part, own, whole["mask"].sum())
     split = rs.Layout(layout, length, mesh["ring"].size())
-    return loss.detach(), found, rs.unshard(out, split, mesh["ring"].get_group(), 1), rows
+    return (
+        loss.detach(),
+        found,
+        rs.unshard(out, split, mesh["ring"].get_group(), 1),
+        rows,
+    )
 
 
 CASES = [
@@ -99,13 +128,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "own", "ranks", "replicate", "layout", "length", "checkpoint"), CASES)
-def test_loss_and_gradients_are_those_of_one_process(pool, kind, own, ranks, replicate, layout, length, checkpoint):
+@pytest.mark.parametrize(
+    ("kind", "own", "ranks", "replicate", "layout", "length", "checkpoint"), CASES
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    pool, kind, own, ranks, replicate, layout, length, checkpoint
+):
     model, whole = build(kind, own), features(4, length, own)
     loss, out = loss_of(model, whole, own, whole["mask"].sum())
     loss.backward()
     wanted = gradients(model)
-    results = pool.run(on_ring, ranks, kind, own, layout, length, checkpoint, replicate=replicate)
+    results = pool.run(
+        on_ring, ranks, kind, own, layout, length, checkpoint, replicate=replicate
+    )
     for found_loss, found, found_out, rows in results:
         assert relative(found_loss, loss.detach()) < 1e-6
         assert relative(found_out, out.detach()[rows]) < 3e-6
@@ -132,9 +167,25 @@ def refused(mesh: DeviceMesh) -> list[str]:
     said = []
     for error, arguments in (
         (UnsupportedError, {"inputs_embeds": x}),
-        (UnsupportedError, {"input_ids": torch.zeros(1, 12, dtype=torch.int64), "position_ids": positions}),
-        (UnsupportedError, {"inputs_embeds": x, "position_ids": positions, "attention_mask": torch.ones(1, 12)}),
-        (UnsupportedError, {"inputs_embeds": x, "position_ids": positions, "use_cache": True}),
+        (
+            UnsupportedError,
+            {
+                "input_ids": torch.zeros(1, 12, dtype=torch.int64),
+                "position_ids": positions,
+            },
+        ),
+        (
+            UnsupportedError,
+            {
+                "inputs_embeds": x,
+                "position_ids": positions,
+                "attention_mask": torch.ones(1, 12),
+            },
+        ),
+        (
+            UnsupportedError,
+            {"inputs_embeds": x, "position_ids": positions, "use_cache": True},
+        ),
         (LayoutError, {"inputs_embeds": x, "position_ids": torch.arange(12)[None]}),
     ):
         with pytest.raises(error) as raised:
@@ -151,19 +202,32 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 def test_unsupported_arguments_of_a_decoder_raise_on_every_rank(pool):
     for said in pool.run(refused, 2):
-        assert "make both with rs.shard_features" in said[0] and "rs.shard_features" in said[1]
-        assert "attention_mask cannot be honoured" in said[2] and "use_cache=True" in said[3]
+        assert (
+            "make both with rs.shard_features" in said[0]
+            and "rs.shard_features" in said[1]
+        )
+        assert (
+            "attention_mask cannot be honoured" in said[2]
+            and "use_cache=True" in said[3]
+        )
         assert "not those of the layout zigzag" in said[4]
 
 
 def refused_models(mesh: DeviceMesh) -> list[str]:
     classifier = AutoModelForQuestionAnswering.from_config(config("llama"))
     encoder = AutoModel.from_config(
-        AutoConfig.for_model("modernbert", **SMALL, pad_token_id=0, global_attn_every_n_layers=1)
+        AutoConfig.for_model(
+            "modernbert", **SMALL, pad_token_id=0, global_attn_every_n_layers=1
+        )
     )
     stateful = AutoModel.from_config(hybrid_config("lfm2"))
     said, plain = [], build("llama", own=True)
-    cases: Any = [(classifier, "zigzag"), (encoder, "zigzag"), (stateful, "zigzag"), (plain, "balanced")]
+    cases: Any = [
+        (classifier, "zigzag"),
+        (encoder, "zigzag"),
+        (stateful, "zigzag"),
+        (plain, "balanced"),
+    ]
     for model, layout in cases:
         with pytest.raises(UnsupportedError) as raised:
             rs.parallelize(model, mesh, layout=layout)

@@ -15,7 +15,14 @@ from torch import Tensor
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.cached import Reach, Turn, merged
-from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, attend, candidates, choose_blocks, first_of
+from ringspan.torch.attention.index.chosen import (
+    Blocks,
+    IndexInputs,
+    attend,
+    candidates,
+    choose_blocks,
+    first_of,
+)
 from ringspan.torch.attention.index.indexed import attend_fetched
 from ringspan.torch.attention.index.windows import Row, passing_tokens, visible
 from ringspan.torch.attention.request import Request, without_autocast
@@ -33,12 +40,16 @@ def attend_to_cache(
     """
     if index is not None:
         index = index._replace(topk=min(index.topk, reach.keys.length))
-    return (_fetching if _fetches(turn) else _merging)(turn, reach, q, kv, index, chosen, values, scale, sinks)
+    return (_fetching if _fetches(turn) else _merging)(
+        turn, reach, q, kv, index, chosen, values, scale, sinks
+    )
 
 
 def _fetches(turn: Turn) -> bool:
     # One rank alone splits nothing, but has as many queries, whose scores are not to exist at once.
-    return turn.is_split or (turn.new.ranks == 1 and len(turn.kept) >= SPLIT_FROM_TOKENS)
+    return turn.is_split or (
+        turn.new.ranks == 1 and len(turn.kept) >= SPLIT_FROM_TOKENS
+    )
 
 
 def _fetching(
@@ -52,7 +63,19 @@ def _fetching(
         of_row = None if index is None else index.of_rows(part)
         given = None if chosen is None else chosen[part]
         with passing_tokens(kv[part], turn.group) as exchange:
-            results.append(attend_fetched(row, exchange, q[part], kv[part], sinks, of_row, given, values, scale)[:3])
+            results.append(
+                attend_fetched(
+                    row,
+                    exchange,
+                    q[part],
+                    kv[part],
+                    sinks,
+                    of_row,
+                    given,
+                    values,
+                    scale,
+                )[:3]
+            )
     out, _, found = (torch.cat(each) for each in zip(*results, strict=True))
     return out, found if chosen is None else chosen
 
@@ -63,7 +86,9 @@ def _merging(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     with one_at_a_time(turn.group):
         if index is not None:
-            chosen = best_of_shares(index, *_share(reach, turn.queries, turn.rank, q.device), turn.group)
+            chosen = best_of_shares(
+                index, *_share(reach, turn.queries, turn.rank, q.device), turn.group
+            )
         assert chosen is not None, "it is chosen here, or was before"
         positions = torch.from_numpy(reach.keys.positions(turn.rank)).to(q.device)
         out, lse = attend(q, kv, _columns(chosen, positions), values, scale, None)
@@ -71,7 +96,12 @@ def _merging(
 
 
 def attend_to_both(
-    turn: Turn, near: Request, kind: object, entries: Sequence[Tensor], columns: Sequence[Tensor], sinks: Tensor | None
+    turn: Turn,
+    near: Request,
+    kind: object,
+    entries: Sequence[Tensor],
+    columns: Sequence[Tensor],
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend to keys near queries (B, H, n, D), and to each row's columns (b, n, k) of entries (b, m, D), here.
 
@@ -84,15 +114,25 @@ def attend_to_both(
     partials = turn.partial(near, kind), tuple(map(torch.cat, zip(*far, strict=True)))
     lse = torch.logaddexp(*(lses for _, lses in partials))
     finite = lse.masked_fill(lse == -torch.inf, 0)  # nothing to see: padding
-    out = sum((each * (lses - finite).exp()[..., None] for each, lses in partials), torch.zeros_like(lse[..., None]))
+    out = sum(
+        (each * (lses - finite).exp()[..., None] for each, lses in partials),
+        torch.zeros_like(lse[..., None]),
+    )
     if not turn.is_split and turn.new.ranks > 1:
         return merged(out, lse, sinks, turn.group).to(q.dtype)
     if sinks is not None:
-        out = out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])).exp()[..., None]
+        out = (
+            out
+            * (lse - torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])).exp()[
+                ..., None
+            ]
+        )
     return out.to(q.dtype)
 
 
-def best_of_shares(index: IndexInputs, positions: Tensor, sees: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def best_of_shares(
+    index: IndexInputs, positions: Tensor, sees: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
     """Return the positions (B, n, topk) that queries choose of all ranks' keys, -1 for none; these are one rank's."""
     mine = candidates(index, positions, sees)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -101,33 +141,60 @@ def best_of_shares(index: IndexInputs, positions: Tensor, sees: Tensor, group: d
 
 
 def _rows(turn: Turn, reach: Reach, device: torch.device) -> list[Row]:
-    return [Row(mask.spec, turn.queries, turn.rank, device, reach.keys) for mask in reach.masks]
+    return [
+        Row(mask.spec, turn.queries, turn.rank, device, reach.keys)
+        for mask in reach.masks
+    ]
 
 
-def choose_blocks_of_cache(turn: Turn, reach: Reach, q: Tensor, k: Tensor, blocks: Blocks) -> Tensor:
+def choose_blocks_of_cache(
+    turn: Turn, reach: Reach, q: Tensor, k: Tensor, blocks: Blocks
+) -> Tensor:
     """Return positions (B, H, n, topk size), int32, of the keys that heads of q (B, n, H, D) choose; -1 for none.
 
     k (B, M, D) are this rank's share. A block may lie on several ranks, and begins with its row's first real token.
     """
     rows = _rows(turn, reach, q.device)
     if _fetches(turn):
-        parts = zip(rows, q.split(len(q) // len(rows)), k.split(len(q) // len(rows)), strict=True)
+        parts = zip(
+            rows,
+            q.split(len(q) // len(rows)),
+            k.split(len(q) // len(rows)),
+            strict=True,
+        )
         return torch.cat([_blocks_of_fetched(turn, *part, blocks) for part in parts])
     _, sees = _share(reach, turn.queries, turn.rank, q.device)
-    numbers, seen = (x.expand(len(q), -1) for x in _numbers(reach, turn.queries, turn.rank, q.device))
+    numbers, seen = (
+        x.expand(len(q), -1) for x in _numbers(reach, turn.queries, turn.rank, q.device)
+    )
     with without_autocast(q):
-        products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(~sees[:, :, None], -torch.inf)
-    scores = products.new_full((*products.shape[:-1], 1 + int(seen.max()) // blocks.size), -torch.inf)
-    of_blocks = (numbers // blocks.size).clamp(max=scores.shape[-1] - 1)[:, None, None].expand_as(products)
+        products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(
+            ~sees[:, :, None], -torch.inf
+        )
+    scores = products.new_full(
+        (*products.shape[:-1], 1 + int(seen.max()) // blocks.size), -torch.inf
+    )
+    of_blocks = (
+        (numbers // blocks.size)
+        .clamp(max=scores.shape[-1] - 1)[:, None, None]
+        .expand_as(products)
+    )
     scores.scatter_reduce_(-1, of_blocks, products, "amax")
     with one_at_a_time(turn.group):
         dist.all_reduce(scores, dist.ReduceOp.MAX, group=turn.group)
     chosen = blocks.best(scores, seen[..., None, None])
     parts = zip(rows, chosen.split(len(q) // len(rows)), strict=True)
-    return torch.cat([row.position_of(part) for row, part in parts]).to(torch.int32).transpose(1, 2).contiguous()
+    return (
+        torch.cat([row.position_of(part) for row, part in parts])
+        .to(torch.int32)
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
-def _blocks_of_fetched(turn: Turn, row: Row, q: Tensor, k: Tensor, blocks: Blocks) -> Tensor:
+def _blocks_of_fetched(
+    turn: Turn, row: Row, q: Tensor, k: Tensor, blocks: Blocks
+) -> Tensor:
     fetch, first, stop = visible(row)
     with passing_tokens(k, turn.group) as exchange:
         keys = fetch.start(k, exchange).finish()
@@ -135,17 +202,24 @@ def _blocks_of_fetched(turn: Turn, row: Row, q: Tensor, k: Tensor, blocks: Block
 
 
 @lru_cache(maxsize=4)
-def _numbers(reach: Reach, queries: CustomLayout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _numbers(
+    reach: Reach, queries: CustomLayout, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return numbers of a rank's keys among the real ones (B, M), and how many of these queries see (B, n)."""
     rows = [Row(mask.spec, queries, rank, device, reach.keys) for mask in reach.masks]
     held, before = reach.keys.positions(rank), queries.positions(0) + 1
-    counts = [np.stack([row.real_before(positions) for row in rows]) for positions in (held, before)]
+    counts = [
+        np.stack([row.real_before(positions) for row in rows])
+        for positions in (held, before)
+    ]
     numbers, seen = (torch.from_numpy(each).to(device) for each in counts)
     return numbers, seen
 
 
 @lru_cache(maxsize=4)  # for all layers of a pass
-def _share(reach: Reach, queries: CustomLayout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _share(
+    reach: Reach, queries: CustomLayout, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return positions of a rank's keys (M,), and which of them queries see (B, n, M), B of 1 if all rows agree."""
     held = reach.keys.positions(rank)
     sees = np.stack([mask.dense(queries.positions(0), held) for mask in reach.masks])

@@ -40,7 +40,9 @@ class IndexInputs(NamedTuple):
     def of_rows(self, rows: slice) -> "IndexInputs":
         """Return the inputs for some sequences of the batch."""
         real = None if self.real is None else self.real[rows]
-        return self._replace(q=self.q[rows], k=self.k[rows], weights=self.weights[rows], real=real)
+        return self._replace(
+            q=self.q[rows], k=self.k[rows], weights=self.weights[rows], real=real
+        )
 
 
 class Visible(NamedTuple):
@@ -68,20 +70,31 @@ def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
     counts = stop - first
     for rows in _chunks(len(first), max(1, int(counts.max())), SCORES_AT_ONCE, 128):
         for row in range(len(index.q) if int(counts[rows].max()) > index.topk else 0):
-            chosen[row, rows] = _best(index, row, rows, first[rows], stop[rows]).to(torch.int32)
+            chosen[row, rows] = _best(index, row, rows, first[rows], stop[rows]).to(
+                torch.int32
+            )
     return chosen
 
 
 def all_seen(first: Tensor, stop: Tensor, topk: int) -> Tensor:
     """Return the first ``topk`` columns (1, T, k), int32, of each query's [first, stop); -1 past its last."""
-    columns = first[:, None] + torch.arange(topk, dtype=torch.int32, device=first.device)
+    columns = first[:, None] + torch.arange(
+        topk, dtype=torch.int32, device=first.device
+    )
     return columns.masked_fill_(columns >= stop[:, None], -1)[None]
 
 
-def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor) -> Tensor:
+def _best(
+    index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
+) -> Tensor:
     begin, end = int(first[stop > first].min()), int(stop.max())
     columns = torch.arange(begin, end, device=first.device)
-    scores = _scores(index.q[row, rows].float(), index.k[row, begin:end], index.weights[row, rows], index.scale)
+    scores = _scores(
+        index.q[row, rows].float(),
+        index.k[row, begin:end],
+        index.weights[row, rows],
+        index.scale,
+    )
     order = ordered(scores, columns)
     order.masked_fill_((columns < first[:, None]) | (columns >= stop[:, None]), _NEVER)
     return first_of(order, index.topk)
@@ -90,17 +103,27 @@ def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
 def candidates(index: IndexInputs, positions: Tensor, sees: Tensor) -> Tensor:
     """Return each query's best keys (B, T, topk), as ``ordered``; it ``sees`` some (B, T, n) at positions (n,)."""
     found = []
-    for q, k, weights, seen in zip(index.q, index.k, index.weights, sees.expand(len(index.q), -1, -1), strict=True):
-        order = ordered(_scores(q.float(), k, weights, index.scale), positions).masked_fill_(~seen, _NEVER)
+    for q, k, weights, seen in zip(
+        index.q, index.k, index.weights, sees.expand(len(index.q), -1, -1), strict=True
+    ):
+        order = ordered(
+            _scores(q.float(), k, weights, index.scale), positions
+        ).masked_fill_(~seen, _NEVER)
         best = order.topk(min(index.topk, len(k)), sorted=False).values
-        found.append(torch.nn.functional.pad(best, (0, index.topk - best.shape[-1]), value=_NEVER))
+        found.append(
+            torch.nn.functional.pad(
+                best, (0, index.topk - best.shape[-1]), value=_NEVER
+            )
+        )
     return torch.stack(found)
 
 
 def packed(positions: Tensor, length: int) -> Tensor:
     """Return positions (..., k) below a length, -1 for none, in the bytes that they need: uint8 (..., k, bytes)."""
     size = position_bytes(length)
-    return positions.to(torch.int32)[..., None].view(torch.uint8)[..., :size].contiguous()
+    return (
+        positions.to(torch.int32)[..., None].view(torch.uint8)[..., :size].contiguous()
+    )
 
 
 def unpacked(packed: Tensor) -> Tensor:
@@ -139,26 +162,40 @@ class Blocks(NamedTuple):
             own = ((seen - 1) // self.size - back).clamp(min=0)
             scores.scatter_(-1, own.expand(*scores.shape[:-1], 1), torch.inf)
         order = ordered(scores, torch.arange(scores.shape[-1], device=scores.device))
-        found = first_of(order.masked_fill_(scores == -torch.inf, _NEVER), self.topk)[..., None]
+        found = first_of(order.masked_fill_(scores == -torch.inf, _NEVER), self.topk)[
+            ..., None
+        ]
         keys = found * self.size + torch.arange(self.size, device=scores.device)
-        return keys.masked_fill_((found < 0) | (keys >= seen[..., None]), -1).flatten(-2)
+        return keys.masked_fill_((found < 0) | (keys >= seen[..., None]), -1).flatten(
+            -2
+        )
 
 
-def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, blocks: Blocks) -> Tensor:
+def choose_blocks(
+    q: Tensor, k: Tensor, first: Tensor, stop: Tensor, blocks: Blocks
+) -> Tensor:
     """Return the columns (B, H, T, topk size), int32, of the keys of k (B, n, D) that heads of q (B, T, H, D) choose.
 
     Blocks begin with each query's [first, stop). -1 for none.
     """
     size = blocks.size
-    chosen = torch.full((*q.shape[:3], blocks.topk * size), -1, dtype=torch.int32, device=q.device)
+    chosen = torch.full(
+        (*q.shape[:3], blocks.topk * size), -1, dtype=torch.int32, device=q.device
+    )
     for rows in _alike(first, q.shape[2] * max(1, int((stop - first).max()))):
         begin, end = int(first[rows.start]), int(stop[rows].max())
         seen = (stop[rows] - begin).long()[:, None, None]
         for row in range(len(q) if end > begin else 0):
             with without_autocast(q):  # of whose products many are equal
-                scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
-            scores.masked_fill_(torch.arange(end - begin, device=q.device) >= seen, -torch.inf)
-            scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
+                scores = torch.einsum(
+                    "thd,nd->thn", q[row, rows].float(), k[row, begin:end].float()
+                )
+            scores.masked_fill_(
+                torch.arange(end - begin, device=q.device) >= seen, -torch.inf
+            )
+            scores = torch.nn.functional.pad(
+                scores, (0, -scores.shape[-1] % size), value=-torch.inf
+            )
             keys = blocks.best(scores.unflatten(-1, (-1, size)).amax(-1), seen)
             chosen[row, rows] = torch.where(keys < 0, -1, keys + begin).to(torch.int32)
     return chosen.transpose(1, 2).contiguous()
@@ -179,13 +216,23 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
     scores = q.new_empty(tokens, len(k))
     with without_autocast(q):
         for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):
-            products = (q.reshape(-1, size) @ k[keys].float().T).view(tokens, heads, -1).mul_(scale).relu_()
+            products = (
+                (q.reshape(-1, size) @ k[keys].float().T)
+                .view(tokens, heads, -1)
+                .mul_(scale)
+                .relu_()
+            )
             scores[:, keys] = torch.bmm(weights[:, None].float(), products)[:, 0]
     return scores
 
 
 def attend(
-    q: Tensor, keys: Tensor, columns: Tensor | Visible, values: slice, scale: float, sinks: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    columns: Tensor | Visible,
+    values: slice,
+    scale: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from q (B, H, T, D) to its columns (B, T, k) of keys (B, n, C), shared by all heads.
 
@@ -217,9 +264,15 @@ def attend_backward(
         scores, chosen = scored(q[row, :, rows], keys[row], here, scale, dtype)
         p = probabilities(scores, lse[row, :, rows].T)
         nothing = (here < 0).all(-1)[:, None, None]  # padding, which may be anything
-        given, mine = (x[row, :, rows].transpose(0, 1).masked_fill(nothing, 0) for x in (dout, q))
-        delta = (given.to(dtype) * out[row, :, rows].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
-        ds = (p * ((given @ chosen[..., values].mT).to(dtype) - delta) * scale).to(q.dtype)
+        given, mine = (
+            x[row, :, rows].transpose(0, 1).masked_fill(nothing, 0) for x in (dout, q)
+        )
+        delta = (given.to(dtype) * out[row, :, rows].transpose(0, 1).to(dtype)).sum(
+            -1, keepdim=True
+        )
+        ds = (p * ((given @ chosen[..., values].mT).to(dtype) - delta) * scale).to(
+            q.dtype
+        )
         dq[row, :, rows] = (ds @ chosen[..., :size]).transpose(0, 1)
         dchosen = chosen.new_zeros(chosen.shape, dtype=dtype)
         dchosen[..., :size] = ds.mT @ mine
@@ -228,9 +281,13 @@ def attend_backward(
     return dq, dkeys
 
 
-def scored(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scored(
+    q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return scores (c, H, k) and chosen keys (c, k, C) of queries (H, c, D)."""
-    chosen = keys.index_select(0, columns.clamp(min=0).flatten()).view(*columns.shape, -1)
+    chosen = keys.index_select(0, columns.clamp(min=0).flatten()).view(
+        *columns.shape, -1
+    )
     none = columns < 0
     if bool(none.any()):  # zeros, for a product of a weight of 0 and padding may be NaN
         chosen.masked_fill_(none[..., None], 0)
@@ -242,16 +299,30 @@ def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
 
 
-def in_chunks(columns: Tensor | Visible, keys: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+def in_chunks(
+    columns: Tensor | Visible, keys: Tensor
+) -> Iterator[tuple[int, slice, Tensor]]:
     """Yield a row of the batch, a chunk of its queries, and their columns (c, k)."""
-    counts = [columns.shape[-1]] if isinstance(columns, Tensor) else (columns.stop - columns.first).tolist()
+    counts = (
+        [columns.shape[-1]]
+        if isinstance(columns, Tensor)
+        else (columns.stop - columns.first).tolist()
+    )
     tokens = columns.shape[1] if isinstance(columns, Tensor) else len(counts)
     for row in range(len(keys)):
-        for rows in _chunks(tokens, max(1, *counts) * keys.shape[-1], _NUMBERS_AT_ONCE, tokens):
+        for rows in _chunks(
+            tokens, max(1, *counts) * keys.shape[-1], _NUMBERS_AT_ONCE, tokens
+        ):
             if isinstance(columns, Tensor):
                 yield row, rows, columns[row, rows]
             else:
-                yield row, rows, all_seen(columns.first[rows], columns.stop[rows], max(1, *counts[rows]))[0]
+                yield (
+                    row,
+                    rows,
+                    all_seen(
+                        columns.first[rows], columns.stop[rows], max(1, *counts[rows])
+                    )[0],
+                )
 
 
 def _chunks(count: int, each: int, at_once: int, most: int) -> Iterator[slice]:

@@ -12,7 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.torch.attention.index.chosen import IndexInputs, Visible, in_chunks, probabilities, scored
+from ringspan.torch.attention.index.chosen import (
+    IndexInputs,
+    Visible,
+    in_chunks,
+    probabilities,
+    scored,
+)
 
 
 class Attention(NamedTuple):
@@ -44,20 +50,36 @@ def divergence(index: IndexInputs, attention: Attention) -> Tensor:
     """Return the sum over real queries, in lse's dtype."""
     total = attention.lse.new_zeros(())
     for part in _compared(index, attention):
-        total += (torch.xlogy(part.target, part.target) - part.target * part.log_softmax).sum()
+        total += (
+            torch.xlogy(part.target, part.target) - part.target * part.log_softmax
+        ).sum()
     return total
 
 
-def divergence_backward(factor: Tensor, index: IndexInputs, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def divergence_backward(
+    factor: Tensor, index: IndexInputs, attention: Attention
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, keys (in lse's dtype) and weights of the index, for a gradient of the sum."""
     dtype = attention.lse.dtype
     dq, dweights = torch.zeros_like(index.q), torch.zeros_like(index.weights)
     dkeys = index.k.new_zeros(index.k.shape, dtype=dtype)
-    for row, rows, columns, target, log_softmax, products, keys in _compared(index, attention):
-        ds = log_softmax.exp().mul_(target.sum(-1, keepdim=True)).sub_(target).mul_(factor)
+    for row, rows, columns, target, log_softmax, products, keys in _compared(
+        index, attention
+    ):
+        ds = (
+            log_softmax.exp()
+            .mul_(target.sum(-1, keepdim=True))
+            .sub_(target)
+            .mul_(factor)
+        )
         ds.masked_fill_(columns < 0, 0)
         dweights[row, rows] = (products @ ds[..., None])[..., 0].to(dweights.dtype)
-        dproducts = ds[:, None] * index.weights[row, rows, :, None] * (products > 0) * index.scale
+        dproducts = (
+            ds[:, None]
+            * index.weights[row, rows, :, None]
+            * (products > 0)
+            * index.scale
+        )
         dq[row, rows] = (dproducts @ keys).to(dq.dtype)
         dchosen = dproducts.mT @ index.q[row, rows].to(dtype)
         dkeys[row].index_add_(0, columns.clamp(min=0).flatten(), dchosen.flatten(0, 1))
@@ -72,9 +94,19 @@ def _compared(index: IndexInputs, attention: Attention) -> Iterator[_Chunk]:
         scores, _ = scored(q[row, :, rows], keys[row], here, scale, lse.dtype)
         target = probabilities(scores, lse[row, :, rows].T).sum(1)
         target /= target.sum(-1, keepdim=True).clamp(min=torch.finfo(lse.dtype).tiny)
-        products, chosen = scored(index.q[row, rows].transpose(0, 1), index.k[row], here, index.scale, lse.dtype)
+        products, chosen = scored(
+            index.q[row, rows].transpose(0, 1),
+            index.k[row],
+            here,
+            index.scale,
+            lse.dtype,
+        )
         products.relu_()
         of_index = (index.weights[row, rows, None].to(lse.dtype) @ products)[:, 0]
         none = here < 0
-        log_softmax = of_index.masked_fill_(none, -torch.inf).log_softmax(-1).masked_fill(none, 0)
-        yield _Chunk(row, rows, here, target, log_softmax, products, chosen.to(lse.dtype))
+        log_softmax = (
+            of_index.masked_fill_(none, -torch.inf).log_softmax(-1).masked_fill(none, 0)
+        )
+        yield _Chunk(
+            row, rows, here, target, log_softmax, products, chosen.to(lse.dtype)
+        )

@@ -27,7 +27,11 @@ from ringspan.torch.attention.index.chosen import (
     packed,
     unpacked,
 )
-from ringspan.torch.attention.index.divergence import Attention, divergence, divergence_backward
+from ringspan.torch.attention.index.divergence import (
+    Attention,
+    divergence,
+    divergence_backward,
+)
 from ringspan.torch.attention.index.windows import Fetch, Row, visible
 from ringspan.torch.attention.part import Ring, sink_gradient
 from ringspan.torch.attention.request import Request, checked
@@ -52,25 +56,41 @@ def indexed_attention(
     """
     keys = kv[:, None]
     k, v = keys[..., : q.shape[-1]], keys[..., values]
-    request = Request(q=q, k=k, v=v, mask=mask, layout=layout, group=group, scale=scale, sinks=sinks)
+    request = Request(
+        q=q, k=k, v=v, mask=mask, layout=layout, group=group, scale=scale, sinks=sinks
+    )
     q, _, _, spec = checked(request._replace(route="all-gather"))
     inputs = (None, None, None) if index is None or index.real is None else index[:3]
-    out, _, found, loss = _Indexed.apply(q, kv.to(q.dtype), sinks, *inputs, index, chosen, values, spec)  # pyright: ignore
+    given = (q, kv.to(q.dtype), sinks, *inputs, index, chosen, values, spec)
+    out, _, found, loss = _Indexed.apply(*given)  # pyright: ignore
     return out, found if chosen is None else chosen, loss
 
 
 class _Indexed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, index_q: Any, index_k: Any, weights: Any, index: Any,
-        chosen: Any, values: slice, spec: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        index_q: Any,
+        index_k: Any,
+        weights: Any,
+        index: Any,
+        chosen: Any,
+        values: slice,
+        spec: Any,
+    ) -> tuple[Tensor, ...]:
         check_differentiation("indexed_attention", q, kv, sinks)
 
         def compute() -> tuple[Tensor, ...]:
             given = None if chosen is None else unpacked(chosen)
-            with op.passing("indexed forward", q, kv[:, None], kv[:, None], sinks, None, spec) as (ring, _):
-                out, lse, found, loss = forward(ring, q, kv, sinks, index, given, values)
+            with op.passing(
+                "indexed forward", q, kv[:, None], kv[:, None], sinks, None, spec
+            ) as (ring, _):
+                out, lse, found, loss = forward(
+                    ring, q, kv, sinks, index, given, values
+                )
             return out, lse, packed(found, _row_of(ring, q).length), loss
 
         out, lse, found, loss = (x.detach() for x in handled(compute))
@@ -87,18 +107,40 @@ class _Indexed(torch.autograd.Function):
         q, kv, sinks, chosen, out, lse, *inputs = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         check_differentiation("indexed_attention", dout)
-        index = None if inputs[0] is None or dloss is None else IndexInputs(*inputs, *rest)
-        with op.passing("indexed backward", q, kv[:, None], kv[:, None], sinks, None, spec) as (ring, _):
-            dq, dkv, *dindex = backward(ring, dout, q, kv, unpacked(chosen), values, out, lse, index, dloss)
+        index = (
+            None if inputs[0] is None or dloss is None else IndexInputs(*inputs, *rest)
+        )
+        with op.passing(
+            "indexed backward", q, kv[:, None], kv[:, None], sinks, None, spec
+        ) as (ring, _):
+            dq, dkv, *dindex = backward(
+                ring, dout, q, kv, unpacked(chosen), values, out, lse, index, dloss
+            )
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq, dkv, dsinks, *dindex, None, None, None, None
 
 
 def forward(
-    ring: Ring, q: Tensor, kv: Tensor, sinks: Tensor | None, index: IndexInputs | None, chosen: Any, values: slice
+    ring: Ring,
+    q: Tensor,
+    kv: Tensor,
+    sinks: Tensor | None,
+    index: IndexInputs | None,
+    chosen: Any,
+    values: slice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, what is chosen here (nothing if ``chosen`` is given), and the divergence of an index."""
-    return attend_fetched(_row_of(ring, q), ring.exchange, q, kv, sinks, index, chosen, values, ring.spec.scale)
+    return attend_fetched(
+        _row_of(ring, q),
+        ring.exchange,
+        q,
+        kv,
+        sinks,
+        index,
+        chosen,
+        values,
+        ring.spec.scale,
+    )
 
 
 def attend_fetched(
@@ -123,7 +165,12 @@ def attend_fetched(
     if index is not None and index.real is not None:
         loss = divergence(index, Attention(q, attended, columns, scale, lse))
     found = first.new_empty(*q.shape[:3:2], 0)
-    return out, lse, fetch.at(columns) if isinstance(columns, Tensor) and chosen is None else found, loss
+    return (
+        out,
+        lse,
+        fetch.at(columns) if isinstance(columns, Tensor) and chosen is None else found,
+        loss,
+    )
 
 
 def _row_of(ring: Ring, q: Tensor) -> Row:
@@ -131,7 +178,9 @@ def _row_of(ring: Ring, q: Tensor) -> Row:
     return Row(ring.spec.mask, layout, ring.schedule.rank, q.device)
 
 
-def _columns(fetch: Fetch, chosen: Tensor, first: Tensor, stop: Tensor) -> Tensor | Visible:
+def _columns(
+    fetch: Fetch, chosen: Tensor, first: Tensor, stop: Tensor
+) -> Tensor | Visible:
     return fetch.columns(chosen) if chosen.shape[-1] else Visible(first, stop)
 
 
@@ -142,14 +191,32 @@ def backward(
     """Return dq, dkv, and the gradients of queries, keys and weights of an index that learns."""
     fetch, first, stop = visible(_row_of(ring, q))
     keys = fetch.start(kv, ring.exchange, INDEX_MESSAGE)
-    index_keys = None if index is None else fetch.start(index.k, ring.exchange, KEYS_MESSAGE)
-    attention = Attention(q, keys.finish(), _columns(fetch, chosen, first, stop), ring.spec.scale, lse)
-    dq, dkeys = attend_backward(dout, q, *attention[1:3], values, ring.spec.scale, out, lse)
+    index_keys = (
+        None if index is None else fetch.start(index.k, ring.exchange, KEYS_MESSAGE)
+    )
+    attention = Attention(
+        q, keys.finish(), _columns(fetch, chosen, first, stop), ring.spec.scale, lse
+    )
+    dq, dkeys = attend_backward(
+        dout, q, *attention[1:3], values, ring.spec.scale, out, lse
+    )
     if index is None or index_keys is None:
         del attention, keys  # of all that is seen here
-        return dq, fetch.start_back(dkeys, q.shape[2], ring.exchange).finish().to(kv.dtype), None, None, None
+        return (
+            dq,
+            fetch.start_back(dkeys, q.shape[2], ring.exchange).finish().to(kv.dtype),
+            None,
+            None,
+            None,
+        )
     dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
     fetched = index._replace(k=index_keys.finish())
     index_dq, index_dkeys, dweights = divergence_backward(dloss, fetched, attention)
     back = fetch.start_back(index_dkeys, q.shape[2], ring.exchange, KEYS_MESSAGE + 1)
-    return dq, dkv.finish().to(kv.dtype), index_dq, back.finish().to(index.k.dtype), dweights
+    return (
+        dq,
+        dkv.finish().to(kv.dtype),
+        index_dq,
+        back.finish().to(index.k.dtype),
+        dweights,
+    )

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.selection import EVERYTHING, Held, Integers, Seen, seeing, seen_in, wanted
+from ringspan.core.selection import (
+    EVERYTHING,
+    Held,
+    Integers,
+    Seen,
+    seeing,
+    seen_in,
+    wanted,
+)
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.chosen import attend, attend_backward
 from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
@@ -38,16 +46,32 @@ class Fetch(NamedTuple):
     fetched: Places
 
     def at(self, columns: Tensor) -> Tensor:
-        return torch.cat((self.positions, self.positions.new_tensor([-1])))[columns.long()].to(torch.int32)
+        return torch.cat((self.positions, self.positions.new_tensor([-1])))[
+            columns.long()
+        ].to(torch.int32)
 
     def columns(self, positions: Tensor) -> Tensor:
-        return torch.searchsorted(self.positions, positions.long(), out_int32=True).masked_fill_(positions < 0, -1)
+        return torch.searchsorted(
+            self.positions, positions.long(), out_int32=True
+        ).masked_fill_(positions < 0, -1)
 
     def start(self, x: Tensor, exchange: Transport, message: int = 0) -> "Moving":
-        return _start(x, max(1, len(self.positions)), self.held, self.fetched, self.rank, exchange, message)
+        return _start(
+            x,
+            max(1, len(self.positions)),
+            self.held,
+            self.fetched,
+            self.rank,
+            exchange,
+            message,
+        )
 
-    def start_back(self, gradient: Tensor, tokens: int, exchange: Transport, message: int = 1) -> "Moving":
-        return _start(gradient, tokens, self.fetched, self.held, self.rank, exchange, message)
+    def start_back(
+        self, gradient: Tensor, tokens: int, exchange: Transport, message: int = 1
+    ) -> "Moving":
+        return _start(
+            gradient, tokens, self.fetched, self.held, self.rank, exchange, message
+        )
 
 
 class Moving(NamedTuple):
@@ -64,7 +88,15 @@ class Moving(NamedTuple):
         return self.total
 
 
-def _start(x: Tensor, size: int, sent: Places, taken: Places, rank: int, exchange: Transport, message: int) -> Moving:
+def _start(
+    x: Tensor,
+    size: int,
+    sent: Places,
+    taken: Places,
+    rank: int,
+    exchange: Transport,
+    message: int,
+) -> Moving:
     sends: list[tuple[int, Tensor]] = []
     came: dict[int, Callable[[], Tensor]] = {}
     for peer, places in sent:
@@ -75,9 +107,13 @@ def _start(x: Tensor, size: int, sent: Places, taken: Places, rank: int, exchang
         sends.append((peer, torch.index_select(x, 1, places, out=buffer)))
     others = [(peer, _spec(x, places)) for peer, places in taken if peer != rank]
     transfer, pending = exchange.post(sends, others, message)
-    came |= {peer: receive.read for (peer, _), receive in zip(others, pending, strict=True)}
+    came |= {
+        peer: receive.read for (peer, _), receive in zip(others, pending, strict=True)
+    }
     total = x.new_zeros(len(x), size, x.shape[-1])
-    return Moving(total, [(places, came[peer]) for peer, places in reversed(taken)], transfer)
+    return Moving(
+        total, [(places, came[peer]) for peer, places in reversed(taken)], transfer
+    )
 
 
 def _spec(x: Tensor, places: Tensor) -> TensorSpec:
@@ -108,8 +144,12 @@ class Windows(NamedTuple):
     def tokens(self, chosen: Tensor) -> Tensor:
         """Return positions (B, T, k size + size - 1) of chosen entries' tokens, then of the tails, -1 for none."""
         back = torch.arange(1 - self.size, 1, dtype=torch.int32, device=chosen.device)
-        tokens = (self.entries.at(chosen)[..., None] + back).masked_fill(chosen[..., None] < 0, -1)
-        return torch.cat((tokens.flatten(-2), self.tails.expand(len(chosen), -1, -1)), -1)
+        tokens = (self.entries.at(chosen)[..., None] + back).masked_fill(
+            chosen[..., None] < 0, -1
+        )
+        return torch.cat(
+            (tokens.flatten(-2), self.tails.expand(len(chosen), -1, -1)), -1
+        )
 
 
 class Row(NamedTuple):
@@ -126,7 +166,9 @@ class Row(NamedTuple):
 
     def seen_at(self, positions: Integers) -> Seen:
         """Return the keys of each position; none for padding."""
-        return _seen_in(self.mask if self.cached is None else "causal", self.layout.length)(positions)
+        return _seen_in(
+            self.mask if self.cached is None else "causal", self.layout.length
+        )(positions)
 
     @property
     def length(self) -> int:
@@ -145,7 +187,11 @@ class Row(NamedTuple):
     @property
     def stored(self) -> Integers:
         """Positions of the inputs that this rank has, in their order."""
-        return np.concatenate((self.tail, self.local)) if self.tail and not self.rank else self.local
+        return (
+            np.concatenate((self.tail, self.local))
+            if self.tail and not self.rank
+            else self.local
+        )
 
     def queries(self) -> list[Integers]:
         """Positions of each rank that see something."""
@@ -155,15 +201,23 @@ class Row(NamedTuple):
         """Return positions of each rank's inputs that something sees, given all ``queries``."""
         first, *others = queries
         before = np.array(self.tail or [], np.int64)
-        return [np.concatenate((before[self.seen_at(before).counts > 0], first)), *others]
+        return [
+            np.concatenate((before[self.seen_at(before).counts > 0], first)),
+            *others,
+        ]
 
     def keys(self) -> tuple[Integers, list[Integers]]:
         """Return positions of this rank's keys, in their order, and of each rank's that something sees."""
         if self.cached is None:
             return self.local, self.queries()
         each = [self.cached.positions(rank) for rank in range(self.cached.ranks)]
-        real = [[(start <= held) & (held < stop) for start, stop in self._real] for held in each]
-        return each[self.rank], [held[np.any(parts, 0)] for held, parts in zip(each, real, strict=True)]
+        real = [
+            [(start <= held) & (held < stop) for start, stop in self._real]
+            for held in each
+        ]
+        return each[self.rank], [
+            held[np.any(parts, 0)] for held, parts in zip(each, real, strict=True)
+        ]
 
     @property
     def _real(self) -> list[tuple[int, int]]:
@@ -173,7 +227,9 @@ class Row(NamedTuple):
 
     def real_before(self, positions: Integers) -> Integers:
         """Return how many keys of a cache come before each position."""
-        counts = (np.clip(positions - start, 0, stop - start) for start, stop in self._real)
+        counts = (
+            np.clip(positions - start, 0, stop - start) for start, stop in self._real
+        )
         return sum(counts, np.zeros_like(positions))
 
     def position_of(self, numbers: Tensor) -> Tensor:
@@ -187,8 +243,13 @@ class Row(NamedTuple):
 
     def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
         """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""
-        ends = (np.searchsorted(fetch.positions.cpu().numpy(), each) for each in self.seen_at(self.local))
-        first, stop = (torch.from_numpy(each.astype(np.int32)).to(self.device) for each in ends)
+        ends = (
+            np.searchsorted(fetch.positions.cpu().numpy(), each)
+            for each in self.seen_at(self.local)
+        )
+        first, stop = (
+            torch.from_numpy(each.astype(np.int32)).to(self.device) for each in ends
+        )
         return first, stop
 
     def columns(self, fetch: Fetch, last: Integers, reach: int) -> Tensor:
@@ -203,7 +264,10 @@ class Row(NamedTuple):
         """Return the last positions of all entries of a cached row, in place of what fetches them."""
         length = self.layout.length
         origin = int(self.seen_at(np.array([length - 1])).first[0])
-        last = torch.arange(-(-length // size), device=self.device) * size + (origin - 1) % size
+        last = (
+            torch.arange(-(-length // size), device=self.device) * size
+            + (origin - 1) % size
+        )
         return Fetch(self.rank, last, (), ())
 
 
@@ -223,14 +287,29 @@ def windows_of(row: Row, size: int, reach: int) -> Windows:
     ends = [each[row.seen_at(each).counts % size == 0] for each in queries]
     mine, local = ends[row.rank], row.local
     inputs = _fetch(row, row.stored, row.inputs(queries), ends, reach)
-    entries = _fetch(row, mine, ends, queries) if row.tail is None else row.entries(size)
+    entries = (
+        _fetch(row, mine, ends, queries) if row.tail is None else row.entries(size)
+    )
     tails = (local[:, None] - np.arange(size - 1)).astype(np.int32)
     tails[np.arange(size - 1) >= (row.seen_at(local).counts % size)[:, None]] = -1
     order = np.argsort(local)
     last = order[np.searchsorted(local[order], mine)]
-    last, numbers, tails = (torch.from_numpy(each).to(row.device) for each in (last, mine // size, tails))
+    last, numbers, tails = (
+        torch.from_numpy(each).to(row.device) for each in (last, mine // size, tails)
+    )
     columns, (first, stop) = row.columns(inputs, mine, reach), row.bounds(entries)
-    return Windows(size, inputs, columns, last, numbers, entries, first, stop, int((stop - first).max()), tails)
+    return Windows(
+        size,
+        inputs,
+        columns,
+        last,
+        numbers,
+        entries,
+        first,
+        stop,
+        int((stop - first).max()),
+        tails,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -249,7 +328,11 @@ def visible(row: Row) -> tuple[Fetch, Tensor, Tensor]:
 
 
 def _fetch(
-    row: Row, stored: Integers, held: Sequence[Integers], readers: Sequence[Integers], reach: int = EVERYTHING
+    row: Row,
+    stored: Integers,
+    held: Sequence[Integers],
+    readers: Sequence[Integers],
+    reach: int = EVERYTHING,
 ) -> Fetch:
     """Return what a rank fetches: of positions that each rank holds, those less than ``reach`` before its readers.
 
@@ -257,19 +340,41 @@ def _fetch(
     """
     mine, order = held[row.rank], np.argsort(stored)
     local = order[np.searchsorted(stored[order], mine)]
-    owners, seers = ([Held(each, row.seen_at(each).first) for each in side] for side in (held, readers))
-    sent = {peer: local[wanted(owners[row.rank], each, reach)] for peer, each in enumerate(seers)}
-    taken = {owner: each.positions[wanted(each, seers[row.rank], reach)] for owner, each in enumerate(owners)}
+    owners, seers = (
+        [Held(each, row.seen_at(each).first) for each in side]
+        for side in (held, readers)
+    )
+    sent = {
+        peer: local[wanted(owners[row.rank], each, reach)]
+        for peer, each in enumerate(seers)
+    }
+    taken = {
+        owner: each.positions[wanted(each, seers[row.rank], reach)]
+        for owner, each in enumerate(owners)
+    }
     positions = np.sort(np.concatenate([*taken.values()]))
-    arriving = {owner: np.searchsorted(positions, each) for owner, each in taken.items()}
+    arriving = {
+        owner: np.searchsorted(positions, each) for owner, each in taken.items()
+    }
 
     def places(of: dict[int, Integers]) -> Places:
-        return tuple((peer, torch.from_numpy(each).to(row.device)) for peer, each in of.items() if len(each))
+        return tuple(
+            (peer, torch.from_numpy(each).to(row.device))
+            for peer, each in of.items()
+            if len(each)
+        )
 
-    return Fetch(row.rank, torch.from_numpy(positions).to(row.device), places(sent), places(arriving))
+    return Fetch(
+        row.rank,
+        torch.from_numpy(positions).to(row.device),
+        places(sent),
+        places(arriving),
+    )
 
 
-def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide: bool = False) -> Tensor:
+def fetched(
+    x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide: bool = False
+) -> Tensor:
     """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective.
 
     If it ``is_wide``, in the dtype of sums: autograd rounds a gradient to the dtype of its tensor, here before the
@@ -281,7 +386,13 @@ def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide
 
 class _Fetched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        fetch: Fetch,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.fetch, ctx.group, ctx.tokens, ctx.dtype = fetch, group, x.shape[1], x.dtype
         with passing_tokens(x, group) as exchange:
             return fetch.start(x.detach(), exchange).finish().to(dtype)
@@ -290,7 +401,12 @@ class _Fetched(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         wide = gradients[0].to(accumulation_dtype(gradients[0].dtype))
         with passing_tokens(wide, ctx.group) as exchange:
-            return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(ctx.dtype), None, None, None
+            return (
+                ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(ctx.dtype),
+                None,
+                None,
+                None,
+            )
 
 
 @contextmanager
@@ -308,9 +424,19 @@ class Attended(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, columns: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        keys: Tensor,
+        columns: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         keys, ctx.scale, ctx.values = keys.to(q.dtype), scale, slice(0, keys.shape[-1])
-        out, lse = (x.detach() for x in handled(lambda: attend(q, keys, columns, ctx.values, scale, sinks)))
+        out, lse = (
+            x.detach()
+            for x in handled(lambda: attend(q, keys, columns, ctx.values, scale, sinks))
+        )
         ctx.save_for_backward(q, keys, columns, sinks, out, lse)
         return out
 
@@ -318,6 +444,8 @@ class Attended(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dout,) = gradients
         q, keys, columns, sinks, out, lse = ctx.saved_tensors
-        dq, dkeys = attend_backward(dout, q, keys, columns, ctx.values, ctx.scale, out, lse)
+        dq, dkeys = attend_backward(
+            dout, q, keys, columns, ctx.values, ctx.scale, out, lse
+        )
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq, dkeys, None, None, dsinks

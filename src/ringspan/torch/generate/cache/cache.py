@@ -26,9 +26,13 @@ class RingCache(Cache):
     layers: list[Any]
 
     def __init__(
-        self, kinds: Sequence[LayerKind | None], ranks: int, rank: int, dtype: str | None = None,
+        self,
+        kinds: Sequence[LayerKind | None],
+        ranks: int,
+        rank: int,
+        dtype: str | None = None,
         states: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_dtype(dtype)
         self.dtype: Final = dtype
         self.shares = Shares(ranks)
@@ -37,13 +41,29 @@ class RingCache(Cache):
         self.reader: Reader | None = None
         self._ids = Rows()
         counts = states or [0] * len(kinds)
-        super().__init__(layers=[_layer(self, kind, count) for kind, count in zip(kinds, counts, strict=True)])
-        self.keepers = [layer for layer in self.layers if isinstance(layer, RingLayer) and layer.kind is not None]
-        self.stateful = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        super().__init__(
+            layers=[
+                _layer(self, kind, count)
+                for kind, count in zip(kinds, counts, strict=True)
+            ]
+        )
+        self.keepers = [
+            layer
+            for layer in self.layers
+            if isinstance(layer, RingLayer) and layer.kind is not None
+        ]
+        self.stateful = [
+            layer for layer in self.layers if isinstance(layer, StateLayer)
+        ]
 
     @property
     def nbytes(self) -> int:
-        keys = sum(rows.nbytes for layer in self.layers if isinstance(layer, RingLayer) for rows in layer.rows)
+        keys = sum(
+            rows.nbytes
+            for layer in self.layers
+            if isinstance(layer, RingLayer)
+            for rows in layer.rows
+        )
         kept = sum(each.nbytes for layer in self.layers for each in layer.kept.values())
         return keys + kept + sum(layer.nbytes for layer in self.stateful)
 
@@ -96,18 +116,31 @@ class RingCache(Cache):
         if self.shares.length and reader != before:
             remedy = "read the text again into model.new_cache()"
             if before is None or before.model != reader.model:
-                why, remedy = "by another model", f"{remedy}, or save_cache of that one and load_cache"
+                why, remedy = (
+                    "by another model",
+                    f"{remedy}, or save_cache of that one and load_cache",
+                )
             elif before.adapters != reader.adapters:
-                old, new = (", ".join(sorted(set(each.adapters))) for each in (before, reader))
-                why, remedy = f"with other adapters ({old}, now {new})", f"{remedy}, or switch them back"
+                old, new = (
+                    ", ".join(sorted(set(each.adapters))) for each in (before, reader)
+                )
+                why, remedy = (
+                    f"with other adapters ({old}, now {new})",
+                    f"{remedy}, or switch them back",
+                )
             else:
                 why = "before the weights changed"
-            raise UnsupportedError(f"the {self.shares.length} tokens in the cache were read {why}; {remedy}")
+            raise UnsupportedError(
+                f"the {self.shares.length} tokens in the cache were read {why}; {remedy}"
+            )
         self.reader = reader
 
+    # noted last of all, when every layer has read them
     def check_complete(self) -> None:
-        if self._ids.count != self.shares.length:  # noted last of all, when every layer has read them
-            behind = ", ".join(map(str, self.behind)) or ("with a state" if self.stateful else "")
+        if self._ids.count != self.shares.length:
+            behind = ", ".join(map(str, self.behind)) or (
+                "with a state" if self.stateful else ""
+            )
             raise UnsupportedError(
                 "the cache is incomplete: a pass over it failed"
                 f"{behind and f', and layers {behind} lack its last tokens'}; call reset() of it and read the text "
@@ -137,7 +170,10 @@ class RingCache(Cache):
     def is_linear(self) -> list[bool]:
         """Return for each layer True if it has a state and no keys, for transformers' masks."""
         # All are False in a model with only such layers: ``generate`` would reread the cached text.
-        linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
+        linear = [
+            isinstance(layer, StateLayer) and not isinstance(layer, RingLayer)
+            for layer in self.layers
+        ]
         return [False] * len(linear) if all(linear) else linear
 
     def reserve(self, length: int) -> None:
@@ -166,10 +202,17 @@ class RingCache(Cache):
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
-            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}; give at most {length}")
+            raise UnsupportedError(
+                f"cannot crop a cache of {length} tokens to {new}; give at most {length}"
+            )
         kept = [each for layer in self.layers for each in layer.kept.values()]
-        has_dropped = any(layer.first > layer.first_seen_after(new) for layer in self.layers)
-        if new < length and (has_dropped or not all(each.reaches_back(length - new, new) for each in kept)):
+        has_dropped = any(
+            layer.first > layer.first_seen_after(new) for layer in self.layers
+        )
+        if new < length and (
+            has_dropped
+            or not all(each.reaches_back(length - new, new) for each in kept)
+        ):
             raise UnsupportedError(
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
                 "activate_past_recording() before"
@@ -219,7 +262,9 @@ def check_cache(cache: object) -> None:
         )
 
 
-def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> "RingLayer | StateLayer":
+def _layer(
+    cache: RingCache, kind: LayerKind | None, states: int
+) -> "RingLayer | StateLayer":
     if not states:
         return RingLayer(cache, kind)
     return StateLayer(states) if kind is None else RingStateLayer(cache, kind, states)
@@ -242,7 +287,11 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     @property
     def keeps_all(self) -> bool:
-        return self.kind is not None and self.kind.window is None and self.kind.chunk is None
+        return (
+            self.kind is not None
+            and self.kind.window is None
+            and self.kind.chunk is None
+        )
 
     def reserve(self, count: int) -> None:
         self._reserved = count
@@ -250,7 +299,10 @@ class RingLayer(Rearranged, CacheLayerMixin):
             rows.reserve(count)
 
     def reset(self) -> None:
-        self.rows: tuple[Rows | QuantisedRows, ...] = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
+        self.rows: tuple[Rows | QuantisedRows, ...] = (
+            new_rows(self._cache.dtype),
+            new_rows(self._cache.dtype),
+        )
         """Keys, values, and of an index its keys, in their own dtype: rounded ones would choose others."""
         self.kept.clear()
         self._reserved = 0
@@ -263,14 +315,21 @@ class RingLayer(Rearranged, CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of the new tokens; return its whole share. UnsupportedError outside a forward pass."""
         turn = current_turn()
         if turn is None:
-            raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
+            raise UnsupportedError(
+                "a RingCache is for the model on the ring that made it; give others their own cache"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        share = tuple(_added(*pair, turn) for pair in zip(self.rows, (key_states, value_states), strict=False))
+        share = tuple(
+            _added(*pair, turn)
+            for pair in zip(self.rows, (key_states, value_states), strict=False)
+        )
         self.length = turn.new.length
         # Behind the share that is returned: this pass's first queries still see what its last ones no longer do.
         if not self._cache.records_past:
@@ -319,8 +378,9 @@ class RingLayer(Rearranged, CacheLayerMixin):
         return self._cache.shares.counts(first)[self._cache.rank]
 
     def _cut(self, first: int, last: int) -> None:
+        # of an index alone, in a layer without own keys, or of none
         for rows in self.rows:
-            if held := rows.count:  # of an index alone, in a layer without own keys, or of none
+            if held := rows.count:
                 rows.cut(first, min(last, held))
         if self.is_initialized:
             self._show()
@@ -339,8 +399,12 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.2x
 
-    crop = refusing("layers of a RingCache are cropped together; call crop of the cache")
-    offload = refusing("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
+    crop = refusing(
+        "layers of a RingCache are cropped together; call crop of the cache"
+    )
+    offload = refusing(
+        "a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')"
+    )
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for rows in self.rows:

@@ -44,23 +44,38 @@ def reader_of(model: RingModel) -> Reader:
         return reader
     settle(model)
     modules = list(model.modules())
-    weights = [x for module in modules for x in module._parameters.values() if x is not None]
+    weights = [
+        x for module in modules for x in module._parameters.values() if x is not None
+    ]
     tensors = [*weights, *_kept_buffers(modules), *map(local_part, weights)]
     versions = tuple(x._version for x in tensors if not x.is_inference())
     return Reader(
-        weakref.ref(model), _adapters(modules), (num_steps(model), versions, _sample(tensors[len(weights) :]))
+        weakref.ref(model),
+        _adapters(modules),
+        (num_steps(model), versions, _sample(tensors[len(weights) :])),
     )
 
 
 def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
-    with_buffers = ((module._buffers, module._non_persistent_buffers_set) for module in modules if module._buffers)
+    with_buffers = (
+        (module._buffers, module._non_persistent_buffers_set)
+        for module in modules
+        if module._buffers
+    )
     return [
-        x for buffers, passing in with_buffers for name, x in buffers.items() if name not in passing and x is not None
+        x
+        for buffers, passing in with_buffers
+        for name, x in buffers.items()
+        if name not in passing and x is not None
     ]
 
 
 def _adapters(modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    return tuple(_adapter(values) for values in map(vars, modules) if "_disable_adapters" in values)
+    return tuple(
+        _adapter(values)
+        for values in map(vars, modules)
+        if "_disable_adapters" in values
+    )
 
 
 def _adapter(values: Mapping[str, Any]) -> str:
@@ -69,34 +84,54 @@ def _adapter(values: Mapping[str, Any]) -> str:
     active, scales = values["_active_adapter"], values.get("scaling", {})
     names = [active] if isinstance(active, str) else active
     merged = [f"{name} merged" for name in values.get("merged_adapters", ())]
-    return " + ".join(merged or [f"{name} x {scales[name]}" if name in scales else name for name in names])
+    return " + ".join(
+        merged
+        or [f"{name} x {scales[name]}" if name in scales else name for name in names]
+    )
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
     kinds: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if x.numel():
-            first = x if x.ndim == 1 else x.reshape(1) if x.ndim == 0 else x[(slice(None), *(0,) * (x.ndim - 1))]
-            kinds.setdefault((x.dtype, x.device), []).append(first[:: -(-len(first) // _SAMPLED)])
-    return b"".join(torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in kinds.values())
+            first = (
+                x
+                if x.ndim == 1
+                else x.reshape(1)
+                if x.ndim == 0
+                else x[(slice(None), *(0,) * (x.ndim - 1))]
+            )
+            kinds.setdefault((x.dtype, x.device), []).append(
+                first[:: -(-len(first) // _SAMPLED)]
+            )
+    return b"".join(
+        torch.cat(each).view(torch.uint8).cpu().numpy().tobytes()
+        for each in kinds.values()
+    )
 
 
 def config_of(model: RingModel) -> dict[str, Any]:
     values = deciding_fields(decoder_on_ring(model).config)
     if adapters := _adapters(model.modules()):
-        values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
+        values["adapters"] = (
+            f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
+        )
     return values
 
 
 def weights_digest(model: RingModel) -> str:
     """Compute SHA-256 of sums over bits of weights and saved buffers, the same for every split."""
-    return digest_of([*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh)
+    return digest_of(
+        [*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh
+    )
 
 
 @torch.no_grad()
 def digest_of(parameters: Sequence[Tensor], mesh: DeviceMesh) -> str:
     sums = torch.tensor(
-        [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
+        [_sums(parameter, mesh) for parameter in parameters],
+        dtype=torch.int64,
+        device=mesh.device_type,
     )
     for axis in mesh.mesh_dim_names or ():
         if mesh.get_group(axis).size() > 1:
@@ -118,7 +153,11 @@ def _sums(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     is_split = isinstance(parameter, DTensor)
     # A mesh of fewer axes than the model's: along the others, all ranks have the same.
     names = (parameter.device_mesh.mesh_dim_names or ()) if is_split else ()
-    others = (mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis not in names)
+    others = (
+        mesh.get_local_rank(axis)
+        for axis in mesh.mesh_dim_names or ()
+        if axis not in names
+    )
     if any(others) or (is_split and not is_first_copy(parameter)):
         return 0, 0
     local = local_part(parameter.detach()).contiguous().flatten()

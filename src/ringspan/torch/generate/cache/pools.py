@@ -33,7 +33,9 @@ class Tail:
     def join(self, new: Tensor, turn: Turn) -> Tensor:
         """Keep the last of the new tokens' inputs; return this rank's (B, T, C), the first's after earlier ones."""
         before = self._inputs.tensor[:, 0] if self.count else new[:, :0]
-        joined = torch.cat((before, new), 1) if turn.rank == 0 or not turn.is_split else new
+        joined = (
+            torch.cat((before, new), 1) if turn.rank == 0 or not turn.is_split else new
+        )
         kept = None if turn.records_past else self.reach - 1
         self._inputs.append(last_inputs(new.mT, kept, turn).mT[:, None])
         if kept is not None:
@@ -67,7 +69,9 @@ class Pools(Tail):
 
     def numbers(self, device: torch.device) -> Tensor:
         """Return the numbers of this rank's entries."""
-        return torch.arange(self._entries.count, device=device) * self._ranks + self._rank
+        return (
+            torch.arange(self._entries.count, device=device) * self._ranks + self._rank
+        )
 
     def add(self, new: Tensor, is_new: Tensor, turn: Turn) -> Tensor:
         """Keep this rank's entries; return them (B, m, E), or all ranks' if queries are split.
@@ -80,12 +84,18 @@ class Pools(Tail):
         first = turn.start // self.size
         mine = new[:, (self._rank - first) % self._ranks :: self._ranks]
         if turn.start % self.size and first % self._ranks == self._rank:
-            begun = torch.where(is_new[:, None, None], mine[:, :1], self._entries.stored[:, 0, -1:])
+            begun = torch.where(
+                is_new[:, None, None], mine[:, :1], self._entries.stored[:, 0, -1:]
+            )
             mine = torch.cat((begun, mine[:, 1:]), 1)
             self._entries.cut(0, 1)
         self._entries.append(mine[:, None])
         held = self._entries.stored[:, 0]
-        return self._gathered(held, -(-turn.new.length // self.size), turn) if turn.is_split else held
+        return (
+            self._gathered(held, -(-turn.new.length // self.size), turn)
+            if turn.is_split
+            else held
+        )
 
     def _gathered(self, held: Tensor, count: int, turn: Turn) -> Tensor:
         mine = pad(held, (0, 0, 0, -(-count // self._ranks) - held.shape[1]))

@@ -18,18 +18,25 @@ _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
-    return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
+    return (
+        QuantisedRows(dtype)
+        if dtype in _LARGEST
+        else Rows(None if dtype is None else getattr(torch, dtype))
+    )
 
 
 def check_dtype(dtype: object) -> None:
     if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
-        raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
+        raise ConfigError(
+            f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}"
+        )
 
 
 class QuantisedRows:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self._rows_per_block = BLOCK // 2 if dtype == "int4" else BLOCK  # two codes of four bits share a byte
+        # two codes of four bits share a byte
+        self._rows_per_block = BLOCK // 2 if dtype == "int4" else BLOCK
         self._codes, self._scales, self._tail = Rows(), Rows(), Rows()
         self._skipped = 0  # tokens of the first block that were dropped
 
@@ -61,7 +68,9 @@ class QuantisedRows:
         self._tail.append(new)
         full = (self._tail.count - BLOCK) // BLOCK
         if full > 0:
-            codes, scales = encoded(self._tail.tensor[:, :, : full * BLOCK], self._dtype)
+            codes, scales = encoded(
+                self._tail.tensor[:, :, : full * BLOCK], self._dtype
+            )
             self._codes.append(codes)
             self._scales.append(scales)
             self._tail.cut(full * BLOCK, 0)
@@ -95,7 +104,9 @@ class QuantisedRows:
 
     def _decoded(self, first: int) -> Tensor:
         codes = self._codes.tensor[:, :, first * self._rows_per_block :]
-        return decoded(codes, self._scales.tensor[:, :, first:], self._dtype).to(self._tail.tensor.dtype)
+        return decoded(codes, self._scales.tensor[:, :, first:], self._dtype).to(
+            self._tail.tensor.dtype
+        )
 
 
 def encoded(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:

@@ -49,10 +49,15 @@ class Rows:
 
     def cut(self, first: int, last: int) -> None:
         self._first += first
+        # the larger part is waste
         self._end -= last
-        if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste
+        if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):
             kept = self.stored
-            self._place, self._first, self._end = _with_room(kept, kept.shape[2]), 0, kept.shape[2]
+            self._place, self._first, self._end = (
+                _with_room(kept, kept.shape[2]),
+                0,
+                kept.shape[2],
+            )
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function that keeps dimension 2."""
@@ -67,6 +72,8 @@ class Rows:
 
 def _with_room(rows: Tensor, count: int) -> Tensor:
     tokens = -(-count // _ROOM_TOKENS) * _ROOM_TOKENS
-    place = torch.empty((*rows.shape[:2], tokens, rows.shape[3]), dtype=rows.dtype, device=rows.device)
+    place = torch.empty(
+        (*rows.shape[:2], tokens, rows.shape[3]), dtype=rows.dtype, device=rows.device
+    )
     place[:, :, : rows.shape[2]] = rows
     return place

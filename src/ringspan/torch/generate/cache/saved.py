@@ -10,7 +10,14 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,7 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.core.files.disk import sync_file, sync_folder, write_synced
 from ringspan.core.files.named import why_no_folder
-from ringspan.core.files.signed import digest_of, file_digest, read_signed, signed, why_not_written
+from ringspan.core.files.signed import (
+    digest_of,
+    file_digest,
+    read_signed,
+    signed,
+    why_not_written,
+)
 from ringspan.core.geometry.shares import Runs, runs_from
 from ringspan.core.messages.lines import one_line, refused, shortened
 from ringspan.torch.consistency.calls import meeting
@@ -55,7 +68,9 @@ class SavedLayer(_Record):
     @property
     def parts(self) -> dict[str, tuple[int, str]]:
         sizes = [(size, self.dtype) for size in self.sizes]
-        return dict(zip(_PARTS, [*sizes, self.index] if self.index else sizes, strict=False))
+        return dict(
+            zip(_PARTS, [*sizes, self.index] if self.index else sizes, strict=False)
+        )
 
 
 class SavedShare(_Record):
@@ -92,13 +107,22 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     tp = _axis(mesh, "tp")
     is_writer = mesh.get_local_rank("replicate") == 0
     is_first = not any(mesh.get_coordinate() or ())
-    _vote(model, "save_cache: make the folder", target, lambda: _make(scratch) if is_first else None)
+    _vote(
+        model,
+        "save_cache: make the folder",
+        target,
+        lambda: _make(scratch) if is_first else None,
+    )
     written: list[SavedShare] = []
     _vote(
         model,
         "save_cache: write",
         target,
-        lambda: written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0])) if is_writer else None,
+        lambda: (
+            written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0]))
+            if is_writer
+            else None
+        ),
     )
     written = [share for part in gather_over(mesh, written) for share in part]
     saved = SavedCache(
@@ -112,7 +136,12 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
         layers=tuple(_saved_layer(layer, tp[1]) for layer in cache.keepers),
         shares=tuple(written),
     )
-    _vote(model, "save_cache: finish", target, lambda: _finish(scratch, target, saved) if is_first else None)
+    _vote(
+        model,
+        "save_cache: finish",
+        target,
+        lambda: _finish(scratch, target, saved) if is_first else None,
+    )
 
 
 def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
@@ -123,34 +152,51 @@ def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
     (saved,) = manifests
     settle(model)
     if weights_digest(model) != saved.weights_sha256:
-        raise CheckpointError(f"{source}: was written by a {saved.model} with other weights; read the tokens again")
+        raise CheckpointError(
+            f"{source}: was written by a {saved.model} with other weights; read the tokens again"
+        )
     _vote(model, "load_cache: read", source, lambda: _fill(model, source, saved, cache))
     return cache
 
 
-def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
+def _vote(
+    model: RingModel, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]
+) -> None:
     with meeting(model.ring_mesh, name) as facts:
         try:
             facts.alike = work() or {}
         except (CheckpointError, UnsupportedError):
             raise
         except Exception as error:
-            raise CheckpointError(f"{folder}: {type(error).__name__}: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{folder}: {type(error).__name__}: {one_line(error)}"
+            ) from error
 
 
 def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
-    return (mesh.get_local_rank(name), mesh.get_group(name).size()) if name in (mesh.mesh_dim_names or ()) else (0, 1)
+    return (
+        (mesh.get_local_rank(name), mesh.get_group(name).size())
+        if name in (mesh.mesh_dim_names or ())
+        else (0, 1)
+    )
 
 
 def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
     if not isinstance(cache, RingCache):
-        raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
-    if (cache.shares.ranks, len(cache.layers)) != (model.ring_axis.size(), len(model.new_cache().layers)):
+        raise UnsupportedError(
+            f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()"
+        )
+    if (cache.shares.ranks, len(cache.layers)) != (
+        model.ring_axis.size(),
+        len(model.new_cache().layers),
+    ):
         raise UnsupportedError(
             f"the cache is for {cache.shares.ranks} ranks and {len(cache.layers)} layers; use this model's new_cache()"
         )
     if not cache.shares.length or cache.num_sequences is None:
-        raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
+        raise UnsupportedError(
+            "the cache is empty; generate with past_key_values=cache first"
+        )
     cache.check_complete()
     cache.read_by(reader_of(model))
     refuse_unsaved(model, cache)
@@ -158,7 +204,11 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
         raise CheckpointError(f"{target}: exists; remove it, or choose another name")
     if reason := why_no_folder(target):
         raise CheckpointError(f"{target}: cannot be written: {reason}")
-    return {"model": model.ring_number, "folder": target.name, "tokens": _ids_digest(cache.ids)}
+    return {
+        "model": model.ring_number,
+        "folder": target.name,
+        "tokens": _ids_digest(cache.ids),
+    }
 
 
 def refuse_unsaved(model: Any, cache: RingCache) -> None:
@@ -167,11 +217,21 @@ def refuse_unsaved(model: Any, cache: RingCache) -> None:
     What an index keeps is seen once the cache has read a token.
     """
     if cache.stateful:
-        raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
-    is_shared = any(layer not in cache.keepers and len(layer.rows) > 2 for layer in cache.layers)
+        raise UnsupportedError(
+            f"a cache with states of {class_name(model)} is not saved; read the text again"
+        )
+    is_shared = any(
+        layer not in cache.keepers and len(layer.rows) > 2 for layer in cache.layers
+    )
     if is_shared or any(layer.kept for layer in cache.layers):
-        what = "layers have an index and the keys of others" if is_shared else "index chooses pools"
-        raise UnsupportedError(f"a cache of {class_name(model)} whose {what} is not saved; read the text again")
+        what = (
+            "layers have an index and the keys of others"
+            if is_shared
+            else "index chooses pools"
+        )
+        raise UnsupportedError(
+            f"a cache of {class_name(model)} whose {what} is not saved; read the text again"
+        )
 
 
 def _make(scratch: Path) -> None:
@@ -191,15 +251,26 @@ def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
     save_file(tensors, path)
     sync_file(path)
     return SavedShare(
-        file=path.name, bytes=path.stat().st_size, sha256=file_digest(path), tp=tp, runs=cache.shares.runs()[cache.rank]
+        file=path.name,
+        bytes=path.stat().st_size,
+        sha256=file_digest(path),
+        tp=tp,
+        runs=cache.shares.runs()[cache.rank],
     )
 
 
 def _saved_layer(layer: RingLayer, tp: int) -> SavedLayer:
     heads = layer.rows[0].tensor.shape[1] * tp
-    keys, values, *index = [(x.shape[-1], str(x.dtype).removeprefix("torch.")) for x in (r.tensor for r in layer.rows)]
+    keys, values, *index = [
+        (x.shape[-1], str(x.dtype).removeprefix("torch."))
+        for x in (r.tensor for r in layer.rows)
+    ]
     return SavedLayer(
-        first=layer.first, heads=heads, sizes=(keys[0], values[0]), dtype=keys[1], index=index[0] if index else None
+        first=layer.first,
+        heads=heads,
+        sizes=(keys[0], values[0]),
+        dtype=keys[1],
+        index=index[0] if index else None,
     )
 
 
@@ -210,7 +281,9 @@ def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
     sync_folder(target.parent)
 
 
-def _check(model: RingModel, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
+def _check(
+    model: RingModel, folder: Path, manifests: list[SavedCache]
+) -> dict[str, Any]:
     path = folder / MANIFEST
     values = read_signed(path, "not a cache that was saved to its end: save it again")
     try:
@@ -218,10 +291,14 @@ def _check(model: RingModel, folder: Path, manifests: list[SavedCache]) -> dict[
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
+        raise CheckpointError(
+            f"{path}: {shortened(place)}: {shortened(problem['msg'])}"
+        ) from error
     mine, theirs = config_of(model), deciding_fields(saved.config)
     if class_name(model) != saved.model:
-        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, must be of a {class_name(model)}")
+        raise CheckpointError(
+            f"{folder}: is the cache of a {saved.model}, must be of a {class_name(model)}"
+        )
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
             raise CheckpointError(
@@ -232,7 +309,9 @@ def _check(model: RingModel, folder: Path, manifests: list[SavedCache]) -> dict[
     number = mesh.mesh.flatten().tolist().index(dist.get_rank())
     for share in saved.shares[number :: mesh.size()]:
         if problem := why_not_written(folder / share.file, share.bytes, share.sha256):
-            raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged; save it again")
+            raise CheckpointError(
+                f"{folder / share.file}: {problem}; its content is damaged; save it again"
+            )
     manifests.append(saved)
     return {"model": model.ring_number, "cache": digest_of(values)}
 
@@ -247,24 +326,38 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
     device = next(iter(model.get_input_embeddings().parameters())).device
     runs = cache.shares.runs()[cache.rank]
     kinds = SafetensorError, ValueError, KeyError, IndexError
-    with opened_files(folder) as opened, refused(f"{folder}: cannot be read", *kinds, error_type=CheckpointError):
+    with (
+        opened_files(folder) as opened,
+        refused(f"{folder}: cannot be read", *kinds, error_type=CheckpointError),
+    ):
         _fill_ids(model, folder, opened(saved.shares[0].file), cache)
-        for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
+        for index, (layer, entry) in enumerate(
+            zip(cache.keepers, saved.layers, strict=True)
+        ):
             count = entry.heads // tp[1]
             heads = slice(tp[0] * count, (tp[0] + 1) * count)
             held = tuple(runs_from(runs, entry.first))
-            parts = [_gathered(opened, saved, entry, (index, part), held, heads).to(device) for part in entry.parts]
+            parts = [
+                _gathered(opened, saved, entry, (index, part), held, heads).to(device)
+                for part in entry.parts
+            ]
             layer.fill(parts, saved.length, entry.first)
     if _ids_digest(cache.ids) != saved.ids_sha256:
-        raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
+        raise CheckpointError(
+            f"{folder}: its tokens are not those that it says it holds; save it again"
+        )
 
 
-def _fill_ids(model: RingModel, folder: Path, file: safe_open, cache: RingCache) -> None:
+def _fill_ids(
+    model: RingModel, folder: Path, file: safe_open, cache: RingCache
+) -> None:
     """Store a saved cache's tokens and shifts; CheckpointError if old files lack images' shifts."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
     kinds = model.ring_media.modalities if has_grid_positions(model) else ()
-    if shifts is None and any(bool(is_of(model, modality, ids).any()) for modality in kinds):
+    if shifts is None and any(
+        bool(is_of(model, modality, ids).any()) for modality in kinds
+    ):
         raise CheckpointError(
             f"{folder}: has images, and was saved by an earlier version, which kept no positions of the text behind "
             "them; read the tokens again"
@@ -273,21 +366,43 @@ def _fill_ids(model: RingModel, folder: Path, file: safe_open, cache: RingCache)
 
 
 def _gathered(
-    opened: Callable[[str], Any], saved: SavedCache, entry: SavedLayer, which: tuple[int, str], held: Runs, heads: slice
+    opened: Callable[[str], Any],
+    saved: SavedCache,
+    entry: SavedLayer,
+    which: tuple[int, str],
+    held: Runs,
+    heads: slice,
 ) -> Tensor:
     name, (size, dtype) = f"{which[0]}.{which[1]}", entry.parts[which[1]]
     num_tokens = sum(count for _, count in held)
-    result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, dtype))
+    result = torch.empty(
+        saved.sequences,
+        heads.stop - heads.start,
+        num_tokens,
+        size,
+        dtype=getattr(torch, dtype),
+    )
     found = 0
     for share in saved.shares:
         count = entry.heads // saved.tp
-        low, high = max(heads.start, share.tp * count), min(heads.stop, (share.tp + 1) * count)
+        low, high = (
+            max(heads.start, share.tp * count),
+            min(heads.stop, (share.tp + 1) * count),
+        )
         if low >= high:
             continue
-        for here, there, length in _meetings(held, tuple(runs_from(share.runs, entry.first))):
+        for here, there, length in _meetings(
+            held, tuple(runs_from(share.runs, entry.first))
+        ):
             stored = opened(share.file).get_slice(name)
-            part = stored[:, low - share.tp * count : high - share.tp * count, there : there + length]
-            result[:, low - heads.start : high - heads.start, here : here + length] = part
+            part = stored[
+                :,
+                low - share.tp * count : high - share.tp * count,
+                there : there + length,
+            ]
+            result[:, low - heads.start : high - heads.start, here : here + length] = (
+                part
+            )
             found += (high - low) * length
     if found != (heads.stop - heads.start) * num_tokens:
         raise CheckpointError(f"the shares do not make up {name}")
@@ -307,4 +422,6 @@ def _meetings(one: Runs, other: Runs) -> Iterator[tuple[int, int, int]]:
 
 
 def _ids_digest(ids: Tensor) -> str:
-    return hashlib.sha256(f"{tuple(ids.shape)} ".encode() + ids.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        f"{tuple(ids.shape)} ".encode() + ids.contiguous().numpy().tobytes()
+    ).hexdigest()

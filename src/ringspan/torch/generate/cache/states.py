@@ -42,7 +42,7 @@ class StateLayer(Rearranged, LinearAttentionLayer):
     """Convolutions' last inputs and states of a layer, the same on every rank of a ring."""
 
     is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_compileable = False
+    is_compileable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     @property
     def nbytes(self) -> int:
@@ -50,26 +50,42 @@ class StateLayer(Rearranged, LinearAttentionLayer):
 
     @property
     def _held(self) -> list[Tensor]:
-        return [x for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None]
+        return [
+            x
+            for x in (*self.conv_states.values(), *self.recurrent_states.values())
+            if x is not None
+        ]
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
     ) -> Tensor:
         """Keep the last inputs of all new tokens, given this rank's (B, C, T); return them for the convolution."""
         turn, sequences = current_turn(), current_pass()
         if turn is None or sequences is None or sequences.before is None:
-            raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
+            raise UnsupportedError(
+                "a RingCache is for the model on the ring that made it; give others their own cache"
+            )
         assert conv_kernel_size is not None, "every module that calls this says so"
-        held = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
+        held = (
+            self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
+        )
         state = self.recurrent_states.get(state_idx) if held is not None else None
         sequences.before.inputs, sequences.before.state = held, state
         last = last_inputs(conv_states, conv_kernel_size, turn)
         if held is None:
             held = last.new_zeros((*last.shape[:-1], conv_kernel_size))
         self.dtype, self.device = conv_states.dtype, conv_states.device
-        self.conv_states[state_idx] = torch.cat((held, last), -1)[..., -conv_kernel_size:].contiguous()
+        self.conv_states[state_idx] = torch.cat((held, last), -1)[
+            ..., -conv_kernel_size:
+        ].contiguous()
         self.conv_kernel_size[state_idx] = conv_kernel_size
-        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        self.is_conv_states_initialized[state_idx] = self.has_previous_state[
+            state_idx
+        ] = True
         return conv_states
 
     def reset(self) -> None:
@@ -78,4 +94,6 @@ class StateLayer(Rearranged, LinearAttentionLayer):
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for held in (self.conv_states, self.recurrent_states):
-            held.update({index: function(x) for index, x in held.items() if x is not None})
+            held.update(
+                {index: function(x) for index, x in held.items() if x is not None}
+            )

@@ -6,8 +6,21 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces, squares
-from ringspan.torch.kernels.contract import FOR_TENSOR_CORES, BackwardInputs, Memory, Scores, Triangles, too_large
+from ringspan.core.schedule.kernel_launches import (
+    KernelLaunch,
+    KernelLaunches,
+    keys_a_row,
+    pieces,
+    squares,
+)
+from ringspan.torch.kernels.contract import (
+    FOR_TENSOR_CORES,
+    BackwardInputs,
+    Memory,
+    Scores,
+    Triangles,
+    too_large,
+)
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.local.eager import Eager
 
@@ -38,34 +51,58 @@ class Cudnn(Triangles):
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return squares(tiles)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) >= _FEWEST:
             return super().forward(q, k, v, launch, scores)
-        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float32, device=q.device)
+        out = torch.zeros(
+            *q.shape[:-1], v.shape[-1], dtype=torch.float32, device=q.device
+        )
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         self._thin.forward_into(q, k, v, launch, scores, out, lse)
         return out, lse
 
-    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if min(launch.num_rows, launch.num_keys) >= _FEWEST:
             return super().backward(given, launch, scores)
-        dq, dk, dv = (torch.zeros_like(x, dtype=given.lse.dtype) for x in (given.q, given.k, given.v))
+        dq, dk, dv = (
+            torch.zeros_like(x, dtype=given.lse.dtype)
+            for x in (given.q, given.k, given.v)
+        )
         self._thin.backward_into(given, launch, scores, dq, dk, dv)
         return dq, dk, dv
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         operator = _ops._scaled_dot_product_cudnn_attention
         out, lse, *_ = operator(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
         return out, lse.squeeze(-1) if lse.dim() == q.dim() else lse
 
-    def differentiate(self, given: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def differentiate(
+        self, given: BackwardInputs, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         *heads, lse = given
         # The seed and offset of a random generator, which are read only where there is dropout.
-        no_dropout = [torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2)]
+        no_dropout = [
+            torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2)
+        ]
         return _ops._scaled_dot_product_cudnn_attention_backward(
-            *heads, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, given.q.shape[2], given.k.shape[2],
-            0.0, is_causal, scale=scale,
-        )  # fmt: skip
+            *heads,
+            lse.contiguous().unsqueeze(-1),
+            *no_dropout,
+            None,
+            None,
+            None,
+            given.q.shape[2],
+            given.k.shape[2],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
 
 
 _ops = torch.ops.aten
@@ -74,7 +111,11 @@ _ops = torch.ops.aten
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
     """Return whether plain PyTorch is faster: in float32 with few keys a row, of which the kernel takes 64 at once."""
     short = rules_of(q.device).short_rows
-    return short is not None and q.dtype == torch.float32 and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
+    return (
+        short is not None
+        and q.dtype == torch.float32
+        and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
+    )
 
 
 class CpuFlash(Triangles):
@@ -91,8 +132,16 @@ class CpuFlash(Triangles):
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return pieces(tiles)
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return _ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, scale=scale
+        )
 
-    def differentiate(self, given: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return _ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, is_causal, scale=scale)
+    def differentiate(
+        self, given: BackwardInputs, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, 0.0, is_causal, scale=scale
+        )

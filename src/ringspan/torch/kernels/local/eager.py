@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import SHORT, KernelLaunch, KernelLaunches, bands
+from ringspan.core.schedule.kernel_launches import (
+    SHORT,
+    KernelLaunch,
+    KernelLaunches,
+    bands,
+)
 from ringspan.torch.kernels.contract import ANY, BackwardInputs, Scores
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.partials.merge import merge_into
@@ -39,27 +44,58 @@ class Eager:
         return bands(tiles)
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
+        out: Tensor,
+        lse: Tensor,
     ) -> None:
         size = _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
-            keys, head_scores = (k[one, kv_heads], v[one, kv_heads]), scores.heads(heads)
+            keys, head_scores = (
+                (k[one, kv_heads], v[one, kv_heads]),
+                scores.heads(heads),
+            )
             for rows, chunks in self.chunks(launch.tile, size):
-                queries = _as_rows(q[one, heads, rows], kv_heads, lse.dtype) * _factor(scores)
-                new_out, new_lse = _partial(queries, *keys, launch.tile, rows, chunks, head_scores)
+                queries = _as_rows(q[one, heads, rows], kv_heads, lse.dtype) * _factor(
+                    scores
+                )
+                new_out, new_lse = _partial(
+                    queries, *keys, launch.tile, rows, chunks, head_scores
+                )
                 into, lse_into = out[one, heads, rows], lse[one, heads, rows]
-                merge_into(into, lse_into, new_out.view(into.shape), new_lse.view(lse_into.shape))
+                merge_into(
+                    into,
+                    lse_into,
+                    new_out.view(into.shape),
+                    new_lse.view(lse_into.shape),
+                )
 
     def backward_into(
-        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        given: BackwardInputs,
+        launch: KernelLaunch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
     ) -> None:
         dout, q, k, v, out, lse = given
         dtype, size = lse.dtype, _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
-            keys, key_sums = (k[one, kv_heads], v[one, kv_heads]), (dk[one, kv_heads], dv[one, kv_heads])
+            keys, key_sums = (
+                (k[one, kv_heads], v[one, kv_heads]),
+                (dk[one, kv_heads], dv[one, kv_heads]),
+            )
             head_scores = scores.heads(heads)
             for rows, chunks in self.chunks(launch.tile, size):
-                queries, dout_rows, out_rows = (_as_rows(x[one, heads, rows], kv_heads, dtype) for x in (q, dout, out))
+                queries, dout_rows, out_rows = (
+                    _as_rows(x[one, heads, rows], kv_heads, dtype)
+                    for x in (q, dout, out)
+                )
                 mine = Queries(
                     queries * _factor(scores),
                     dout_rows,
@@ -67,9 +103,13 @@ class Eager:
                     (dout_rows * out_rows).sum(-1, keepdim=True),
                 )
                 into = dq[one, heads, rows]
-                into += _gradient(mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
+                into += _gradient(
+                    mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores
+                ).view(into.shape)
 
-    def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
+    def heads(
+        self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize
+    ) -> Iterator[tuple[int, slice, slice]]:
         batch, kv_heads = k.shape[:2]
         # Heads that share keys are rows of one product; as many such groups as leave their scores in the cache.
         shared = q.shape[1] // kv_heads
@@ -79,10 +119,15 @@ class Eager:
             for group in groups:
                 yield one, slice(group.start * shared, group.stop * shared), group
 
-    def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
+    def chunks(
+        self, tile: Tile, size: ChunkSize
+    ) -> Iterator[tuple[slice, list[slice]]]:
         for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
             # Keys that the band keeps from all of these rows are never read.
-            first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
+            first, last = (
+                max(0, rows.start - tile.hi),
+                min(tile.num_keys, rows.stop - tile.lo),
+            )
             yield rows, _equal(first, last, size.keys, _UNIT)
 
 
@@ -96,12 +141,20 @@ class Queries(NamedTuple):
 
 
 def _partial(
-    q: Tensor, k: Tensor, v: Tensor, tile: Tile, rows: slice, chunks: list[slice], scores: Scores
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: Tile,
+    rows: slice,
+    chunks: list[slice],
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out (g, P n, E) and lse (g, P n, 1) of a chunk of queries against chunks of keys."""
     top = total = sum_ = q.new_empty(0)
     for keys in chunks:
-        s, _ = _scores(q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False)
+        s, _ = _scores(
+            q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False
+        )
         values = v[:, keys].to(q.dtype)
         # Softmax over chunk after chunk of keys, in powers of two: what came before is scaled to the new maximum.
         highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
@@ -134,7 +187,8 @@ def _gradient(
         if slope is not None:
             ds *= slope
         dq.baddbmm_(ds, k_keys, alpha=scores.scale)
-        dk[:, keys].baddbmm_(ds.mT, mine.q, alpha=scores.softcap or 1 / _LOG2E)  # times _factor: the scale
+        # times _factor: the scale
+        dk[:, keys].baddbmm_(ds.mT, mine.q, alpha=scores.softcap or 1 / _LOG2E)
         del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
     return dq
 
@@ -153,7 +207,10 @@ def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
     # All but the last end at a multiple of the unit, counted from the first.
     size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
-    edges = [first + min(size, -(-size * n // (number * unit)) * unit) for n in range(number + 1)]
+    edges = [
+        first + min(size, -(-size * n // (number * unit)) * unit)
+        for n in range(number + 1)
+    ]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
@@ -167,7 +224,13 @@ def _factor(scores: Scores) -> float:
 
 
 def _scores(
-    q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, differentiate: bool
+    q: Tensor,
+    k: Tensor,
+    tile: Tile,
+    rows: slice,
+    keys: slice,
+    scores: Scores,
+    differentiate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores (g, P n, m) times log2(e), -inf outside the band, and their derivative if asked."""
     s, slope = torch.bmm(q, k.mT), None
@@ -177,15 +240,21 @@ def _scores(
         slope = 1 - s.square() if differentiate else None
         s.mul_(scores.softcap * _LOG2E)
     if scores.slopes is not None:
-        assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"
-        distance = (scores.query_positions[rows, None] - scores.key_positions[keys]).abs_()
+        assert (
+            scores.query_positions is not None and scores.key_positions is not None
+        ), "slopes need positions"
+        distance = (
+            scores.query_positions[rows, None] - scores.key_positions[keys]
+        ).abs_()
         slopes = scores.slopes.to(s.dtype).view(len(k), -1, 1, 1)
         _of_heads(s, rows).addcmul_(distance.to(s.dtype), slopes, value=-_LOG2E)
     _forbid(s, tile, rows, keys)
     return s, slope
 
 
-def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> Tensor:
+def _weights(
+    s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores
+) -> Tensor:
     """Compute ``exp2(s - base)`` in place, without ALiBi's denormals, which slow down products."""
     s.sub_(base)
     if scores.slopes is not None:
@@ -202,11 +271,13 @@ def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
     """Add -inf to scores outside the band, in the columns that it cuts."""
     # Row i and column j of the chunk differ by i - j + corner in the tile. Only columns that the band cuts are touched.
     s, corner = _of_heads(s, rows), rows.start - keys.start
-    late = max(0, corner - tile.lo + 1)  # the first column that is too late for some row
+    # the first column that is too late for some row
+    late = max(0, corner - tile.lo + 1)
     if late < s.shape[-1]:
         cut = s[..., late:]
         cut += s.new_full(cut.shape[-2:], -torch.inf).triu_(corner - tile.lo + 1 - late)
-    early = min(s.shape[-1], corner + s.shape[-2] - 1 - tile.hi)  # behind the last that is too early for some row
+    # behind the last that is too early for some row
+    early = min(s.shape[-1], corner + s.shape[-2] - 1 - tile.hi)
     if early > 0:
         cut = s[..., :early]
         cut += s.new_full(cut.shape[-2:], -torch.inf).tril_(corner - tile.hi - 1)

@@ -37,14 +37,27 @@ class TritonAttention:
         return whole(tiles)
 
     def forward_into(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        launch: KernelLaunch,
+        scores: Scores,
+        out: Tensor,
+        lse: Tensor,
     ) -> None:
         from ringspan.torch.kernels.local import triton_attention
 
         triton_attention.forward_into(q, k, v, launch, scores, out, lse)
 
     def backward_into(
-        self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        given: BackwardInputs,
+        launch: KernelLaunch,
+        scores: Scores,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
     ) -> None:
         from ringspan.torch.kernels.local import triton_attention
 

@@ -10,7 +10,8 @@ from ringspan.torch.kernels.device import runs_triton
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge in place: (out, lse) <- (out, lse) + (new_out, new_lse), shapes (B, H, rows, E) and (B, H, rows)."""
-    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
+    # two rows that saw nothing: -inf less -inf
+    weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
 
@@ -36,7 +37,12 @@ def sum_many(total: Tensor, values: Sequence[Tensor]) -> None:
             total.copy_(sums)
 
 
-def merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None = None) -> None:
+def merge_many(
+    out: Tensor,
+    lse: Tensor,
+    partials: Sequence[tuple[Tensor, ...]],
+    sinks: Tensor | None = None,
+) -> None:
     """Write the merge of partials, each read once, into (out, lse): shapes (B, H, rows, E) and (B, H, rows).
 
         lse = logsumexp_i(lse_i, sink),  out = sum_i exp(lse_i - lse) out_i
@@ -60,7 +66,12 @@ def merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]],
         _merge_many(out, lse, partials, sinks)
 
 
-def _merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None) -> None:
+def _merge_many(
+    out: Tensor,
+    lse: Tensor,
+    partials: Sequence[tuple[Tensor, ...]],
+    sinks: Tensor | None,
+) -> None:
     logits = [each for _, each in partials]
     if sinks is not None:
         logits.append(sinks.to(lse.dtype)[:, None].expand_as(lse))

@@ -28,8 +28,12 @@ class WrittenRows:
 
     def fill(self) -> Ranges:
         """Return all unwritten ranges, for neutral numbers, and mark them written."""
+        # without a search, which takes longer than to start a kernel
         missing, self._missing = self._missing, 0
-        if missing in (0, self._written.size):  # without a search, which takes longer than to start a kernel
+        if missing in (
+            0,
+            self._written.size,
+        ):
             return ((0, missing),) if missing else ()
         edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
         return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))
@@ -80,7 +84,8 @@ class Partial:
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
             total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
-            share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)  # no key and no sink: out stays 0
+            # no key and no sink: out stays 0
+            share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)
             self._out.mul_(share.unsqueeze(-1))
             self._lse.copy_(total)
 
@@ -103,16 +108,28 @@ class Deferred:
         return self._fold().running(rows)
 
     def finish(self, sinks: Tensor | None = None) -> None:
-        sums = None if self._sums is None else self._sums.running(self._waiting.everything)
+        sums = (
+            None if self._sums is None else self._sums.running(self._waiting.everything)
+        )
         for rows, partials in self._waiting.of(self._waiting.everything):
-            before = [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
-            merge_many(self._result[:, :, rows], self._lse[:, :, rows], [*before, *partials], sinks)
+            before = (
+                [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
+            )
+            merge_many(
+                self._result[:, :, rows],
+                self._lse[:, :, rows],
+                [*before, *partials],
+                sinks,
+            )
         self._waiting.clear()
 
+    # tokens before heads, as the flash kernels store what they return
     def _fold(self) -> Partial:
-        if self._sums is None:  # tokens before heads, as the flash kernels store what they return
+        if self._sums is None:
             like = self._result.transpose(1, 2)
-            sums = torch.empty_like(like, dtype=self._lse.dtype, memory_format=torch.contiguous_format)
+            sums = torch.empty_like(
+                like, dtype=self._lse.dtype, memory_format=torch.contiguous_format
+            )
             self._sums = Partial(sums.transpose(1, 2), self._lse)
         for rows, partials in self._waiting.of(self._waiting.everything):
             if partials:

@@ -24,7 +24,10 @@ def _merge(  # the sum of ``outs`` where there is no lse
     ROWS: tl.constexpr, SIZE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    batch, head = (
+        (tl.program_id(1) // heads).to(tl.int64),
+        (tl.program_id(1) % heads).to(tl.int64),
+    )
     column = tl.arange(0, SIZE)
     is_row = row < rows
     inside = is_row[:, None] & (column < size)[None, :]
@@ -38,13 +41,25 @@ def _merge(  # the sum of ``outs`` where there is no lse
     for i in tl.static_range(PARTIALS):
         at = places + 8 * i
         if lse is not None:
-            mine = tl.load(at + 4) + batch * tl.load(at + 5) + head * tl.load(at + 6) + row * tl.load(at + 7)
+            mine = (
+                tl.load(at + 4)
+                + batch * tl.load(at + 5)
+                + head * tl.load(at + 6)
+                + row * tl.load(at + 7)
+            )
             new = tl.load(lses[i] + mine, mask=is_row, other=-float("inf"))
             higher = tl.maximum(top, new)
             base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
             old_share, new_share = tl.exp(top - base), tl.exp(new - base)
-        mine = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2) + row * tl.load(at + 3)
-        values = tl.load(outs[i] + mine[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        mine = (
+            tl.load(at)
+            + batch * tl.load(at + 1)
+            + head * tl.load(at + 2)
+            + row * tl.load(at + 3)
+        )
+        values = tl.load(
+            outs[i] + mine[:, None] + column[None, :], mask=inside, other=0.0
+        ).to(tl.float32)
         if lse is None:
             mixed += values
         else:
@@ -57,10 +72,19 @@ def _merge(  # the sum of ``outs`` where there is no lse
     tl.store(out_at, mixed.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
         lse_at = lse + batch * lse_b + head * lse_h + row * lse_t
-        tl.store(lse_at, tl.where(total > 0.0, top + tl.log(total), -float("inf")), mask=is_row)
+        tl.store(
+            lse_at,
+            tl.where(total > 0.0, top + tl.log(total), -float("inf")),
+            mask=is_row,
+        )
 
 
-def merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None = None) -> None:
+def merge_many(
+    out: Tensor,
+    lse: Tensor,
+    partials: Sequence[tuple[Tensor, ...]],
+    sinks: Tensor | None = None,
+) -> None:
     """Write the merge of partials in any dtypes into (out, lse), in float32 registers; see ``merge.merge_many``.
 
     Out (B, H, rows, E) has a contiguous last dimension, lse (B, H, rows) is float32; any other strides.
@@ -83,19 +107,40 @@ def sum_many(total: Tensor, values: Sequence[Tensor]) -> None:
 
 
 def _run(
-    out: Tensor, lse: Tensor | None, outs: Sequence[Tensor], lses: Sequence[Tensor] = (), sinks: Tensor | None = None
+    out: Tensor,
+    lse: Tensor | None,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor] = (),
+    sinks: Tensor | None = None,
 ) -> None:
     outs = [one if one.stride(-1) == 1 else one.contiguous() for one in outs]
     pairs = zip(outs, lses or outs, strict=True)
-    places = tuple(place for pair in pairs for x in pair for place in (x.storage_offset(), *x.stride()[:3]))
+    places = tuple(
+        place
+        for pair in pairs
+        for x in pair
+        for place in (x.storage_offset(), *x.stride()[:3])
+    )
     outs, lses = ([x.as_strided((1,), (1,), 0) for x in each] for each in (outs, lses))
     batch, heads, rows, size = out.shape
     block = max(1, 4096 // triton.next_power_of_2(size))
     _merge[(triton.cdiv(rows, block), batch * heads)](
-        out, lse, tuple(outs), tuple(lses), _table(places, out.device), sinks, rows, size, heads,
-        *out.stride()[:3], *((0, 0, 0) if lse is None else lse.stride()),
-        ROWS=block, SIZE=triton.next_power_of_2(size), PARTIALS=len(outs), num_warps=4,
-    )  # fmt: skip
+        out,
+        lse,
+        tuple(outs),
+        tuple(lses),
+        _table(places, out.device),
+        sinks,
+        rows,
+        size,
+        heads,
+        *out.stride()[:3],
+        *((0, 0, 0) if lse is None else lse.stride()),
+        ROWS=block,
+        SIZE=triton.next_power_of_2(size),
+        PARTIALS=len(outs),
+        num_warps=4,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -28,8 +28,17 @@ class Waiting:
         for start, stop, numbers in segments(tuple(self._ends), self.everything.stop):
             first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:
-                cuts = [(slice(first - self._ends[n][0], last - self._ends[n][0]), self._values[n]) for n in numbers]
-                yield slice(first, last), [tuple(x[:, :, within] for x in values) for within, values in cuts]
+                cuts = [
+                    (
+                        slice(first - self._ends[n][0], last - self._ends[n][0]),
+                        self._values[n],
+                    )
+                    for n in numbers
+                ]
+                yield (
+                    slice(first, last),
+                    [tuple(x[:, :, within] for x in values) for within, values in cuts],
+                )
 
     def clear(self) -> None:
         self._ends.clear()

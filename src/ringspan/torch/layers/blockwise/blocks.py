@@ -13,7 +13,14 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.layers.modules import autocast_now, example_of, hidden_of, hooks_of, local_part, mix_in
+from ringspan.torch.layers.modules import (
+    autocast_now,
+    example_of,
+    hidden_of,
+    hooks_of,
+    local_part,
+    mix_in,
+)
 from ringspan.torch.layers.switches import Switches
 from ringspan.torch.weights.loading import filled
 
@@ -30,7 +37,11 @@ class RouterRecorder:
         self._block: list[Tensor] | None = None
 
     def num_wanted(self, module: nn.Module) -> int:
-        return 0 if self._scores is None else sum(part in self._routers for part in module.modules())
+        return (
+            0
+            if self._scores is None
+            else sum(part in self._routers for part in module.modules())
+        )
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
@@ -56,7 +67,9 @@ class RouterRecorder:
     def attach(self, router: nn.Module, index: int) -> None:
         """Record the output of a module, or its output number ``index``."""
 
-        def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        def record(
+            _: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]
+        ) -> None:
             scores = output[index] if isinstance(output, tuple) else output
             if scores is not None:
                 self.add(scores)
@@ -73,9 +86,13 @@ def run_in_blocks(
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in dict.fromkeys(modules):  # layers may share one
         mix_in(
-            module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option, chunk_from_tokens=from_tokens,
+            module,
+            Blockwise,
+            chunk_tokens=chunk_tokens,
+            chunk_option=option,
+            chunk_from_tokens=from_tokens,
             chunk_recorder=recorder,
-        )  # fmt: skip
+        )
 
 
 def kind_of(module: nn.Module) -> object:
@@ -84,15 +101,24 @@ def kind_of(module: nn.Module) -> object:
     Each parametrized module has a class of its own, for example each layer of packed weights.
     """
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-    rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
+    rates = tuple(
+        dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout)
+    )
     code = tuple(
-        (type_before_parametrizations(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules()
+        (
+            type_before_parametrizations(part),
+            id(vars(part).get("forward")),
+            hooks_of(part),
+        )
+        for part in module.modules()
     )
     return code, shapes, rates
 
 
 @torch.no_grad()
-def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True) -> str:
+def mixes_tokens(
+    module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True
+) -> str:
     """Return why a module (C numbers to C or ``gives``) cannot run in blocks, found by trying tokens; or ""."""
     with filled(module):
         return _why_mixed(module, size, gives, trains=trains)
@@ -107,7 +133,8 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
     like = example_of(module)
     num_tokens = rules_of(like.device).probe_tokens
     tokens = torch.randn(2, num_tokens, size, generator=generator).to(like)
-    tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
+    # one row of equal tokens, which a router sends to the same experts
+    tokens[1] = tokens[0, 0]
     order = torch.randperm(num_tokens, generator=generator).to(like.device)
 
     def run(tokens: Tensor) -> Tensor:
@@ -116,15 +143,32 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
     with _mode(module, trains):
         try:
             whole = run(tokens)
-        except Exception as error:  # whatever it raises: it does not take hidden states alone
+        except (
+            Exception
+        ) as error:  # whatever it raises: it does not take hidden states alone
             return f"does not take hidden states alone ({type(error).__name__})"
         wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
-        if not isinstance(whole, Tensor) or whole.shape != wanted or (gives is None and whole.dtype != tokens.dtype):
-            return "does not give hidden states" if gives is None else f"does not give {gives} numbers per token"
+        if (
+            not isinstance(whole, Tensor)
+            or whole.shape != wanted
+            or (gives is None and whole.dtype != tokens.dtype)
+        ):
+            return (
+                "does not give hidden states"
+                if gives is None
+                else f"does not give {gives} numbers per token"
+            )
         again = run(tokens)
         try:
             # One token, and blocks that begin anywhere: each token is in other company than before.
-            apart = torch.cat([run(part) for part in tokens[:1].tensor_split((1, 3, 8), 1) if part.numel()], 1)
+            apart = torch.cat(
+                [
+                    run(part)
+                    for part in tokens[:1].tensor_split((1, 3, 8), 1)
+                    if part.numel()
+                ],
+                1,
+            )
         except Exception as error:  # a batch norm, say
             return f"does not take one token ({type(error).__name__})"
         in_order = run(tokens[:, order])
@@ -160,7 +204,9 @@ class Blockwise:
     chunk_from_tokens: int
     chunk_recorder: RouterRecorder | None
 
-    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+    def forward(
+        self: Any, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> object:
         """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time; UnsupportedError for other arguments."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
@@ -183,7 +229,9 @@ class Blockwise:
         parameters = [p for p in self.parameters() if p.requires_grad]
         num_scores = 0 if recorder is None else recorder.num_wanted(self)
         experts = recorder.num_experts if recorder else 0
-        kept, *places = _Recomputed.apply(run, chunk, self, (num_scores, experts), flat, *parameters)
+        kept, *places = _Recomputed.apply(
+            run, chunk, self, (num_scores, experts), flat, *parameters
+        )
         out, *scores = _Computed.apply(run, chunk, kept, *places)
         if recorder is not None:
             for each in scores:
@@ -200,16 +248,29 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: _Run, chunk_tokens: int, module: nn.Module, scores: tuple[int, int], hidden: Tensor,
+        ctx: Any,
+        run: _Run,
+        chunk_tokens: int,
+        module: nn.Module,
+        scores: tuple[int, int],
+        hidden: Tensor,
         *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
-        ctx.autocast, ctx.as_then = autocast_now(hidden.device.type), Switches(module).noted()
+        ctx.autocast, ctx.as_then = (
+            autocast_now(hidden.device.type),
+            Switches(module).noted(),
+        )
         number, experts = scores
-        shape, dtype = (hidden.shape[1], experts), torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.view_as(hidden), *(hidden.new_zeros((), dtype=dtype).expand(shape) for _ in range(number))
+        shape, dtype = (
+            (hidden.shape[1], experts),
+            torch.promote_types(hidden.dtype, torch.float32),
+        )
+        return hidden.view_as(hidden), *(
+            hidden.new_zeros((), dtype=dtype).expand(shape) for _ in range(number)
+        )
 
     @staticmethod
     @once_differentiable
@@ -228,21 +289,29 @@ class _Recomputed(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast():
                 chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
                 out, *scores = ctx.run(chunk)
+            # none of the latter when they are not wanted
             results, d_results = [out], [d_out[:, rows]]
-            for each, d_each in zip(scores, d_scores, strict=False):  # none of the latter when they are not wanted
+            for each, d_each in zip(scores, d_scores, strict=False):
                 if each.requires_grad:
                     results.append(each)
                     d_results.append(d_each[rows].view(each.shape))
             wanted = [chunk, *parameters] if d_hidden is not None else parameters
             # autocast gives its own dtype, and the results a place of another
-            d_results = [d.to(result.dtype) for d, result in zip(d_results, results, strict=True)]
-            parts: list[Tensor | None] = list(torch.autograd.grad(results, wanted, d_results, allow_unused=True))
+            d_results = [
+                d.to(result.dtype) for d, result in zip(d_results, results, strict=True)
+            ]
+            parts: list[Tensor | None] = list(
+                torch.autograd.grad(results, wanted, d_results, allow_unused=True)
+            )
             del out, scores, results, d_results
             if d_hidden is not None:
                 d_chunk = parts.pop(0)
                 d_hidden[:, rows] = 0 if d_chunk is None else d_chunk
             accumulate(sums, parts, d_out)
-        totals = (None if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
+        totals = (
+            None if s is None else s.to(p.dtype)
+            for s, p in zip(sums, parameters, strict=True)
+        )
         return None, None, None, None, d_hidden, *totals
 
 
@@ -250,7 +319,9 @@ class _Computed(torch.autograd.Function):
     """Computation of the blocks that keeps nothing and passes its gradients on to ``_Recomputed``."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: _Run, chunk_tokens: int, hidden: Tensor, *places: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.dtypes = [place.dtype for place in places]
         out = torch.empty_like(hidden)
         scores: list[list[Tensor]] = [[] for _ in places]
@@ -263,10 +334,17 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_out, *d_scores = gradients
-        return None, None, d_out, *(d.to(dtype) for d, dtype in zip(d_scores, ctx.dtypes, strict=True))
+        return (
+            None,
+            None,
+            d_out,
+            *(d.to(dtype) for d, dtype in zip(d_scores, ctx.dtypes, strict=True)),
+        )
 
 
-def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor) -> None:
+def accumulate(
+    sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor
+) -> None:
     """Add each part (None: unused expert) to its sum in float32; copy a first part that shares memory."""
     memories = [_memory(tensor) for tensor in (*parts, *others) if tensor is not None]
     for index, part in enumerate(parts):
@@ -277,7 +355,9 @@ def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: T
             if part.dtype.itemsize < 4:
                 sums[index] = part.float()
             else:
-                sums[index] = part.clone() if memories.count(_memory(part)) > 1 else part
+                sums[index] = (
+                    part.clone() if memories.count(_memory(part)) > 1 else part
+                )
         else:
             total += part
         parts[index] = None
@@ -289,4 +369,7 @@ def _memory(tensor: Tensor) -> int:
 
 def _blocks(hidden: Tensor, chunk_tokens: int) -> Iterator[slice]:
     length = hidden.shape[1]
-    return (slice(start, min(start + chunk_tokens, length)) for start in range(0, length, chunk_tokens))
+    return (
+        slice(start, min(start + chunk_tokens, length))
+        for start in range(0, length, chunk_tokens)
+    )

@@ -20,7 +20,9 @@ from ringspan.torch.weights.loading import filled
 _log: Final = logging.getLogger(__name__)
 
 
-def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
+def free_feedforwards(
+    view: ModelView, *, checkpointed: bool, logs: bool = True
+) -> list[nn.Module]:
     """Return the feed-forwards if blocks of ``FREE_CHUNK_TOKENS`` are nearly free (checkpointed layers), else none."""
     if not checkpointed:
         return []
@@ -42,7 +44,9 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
 
     UnsupportedError, with why each submodule is excluded, for a layer without one, or with dropout.
     """
-    verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
+    verdicts: dict[
+        Any, str
+    ] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
     for path, layer in view.layers.items():
         reasons: list[str] = []
@@ -62,7 +66,9 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
             )
         found += here
     if not found:
-        raise UnsupportedError(f"{view.name} has no decoder layers whose feed-forward could run in chunks")
+        raise UnsupportedError(
+            f"{view.name} has no decoder layers whose feed-forward could run in chunks"
+        )
     return found
 
 
@@ -92,7 +98,9 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
     """Return why blocks are expensive, found by running the first layer: it keeps a tensor after its feed-forward."""
     decoder, layers = view.decoder, [*view.layers.values()]
     layer = layers[0]
-    name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
+    name, feedforward = next(
+        (name, child) for name, child in layer.named_children() if child in feedforwards
+    )
     is_behind = False
     reasons: list[str] = []
 
@@ -106,7 +114,9 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
 
     def keep(_: Tensor) -> None:  # nothing is kept: there is no backward pass
         if is_behind and not reasons:
-            reasons.append(f"what comes behind {name} needs its result again, so blocks cost one more forward pass")
+            reasons.append(
+                f"what comes behind {name} needs its result again, so blocks cost one more forward pass"
+            )
 
     def end(*_: object) -> None:
         raise _Tried
@@ -119,11 +129,19 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
     around = set(decoder.modules()).difference(*(each.modules() for each in layers))
     try:
         with filled(layer), filled(*around, recurse=False, first_rows=True):
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=next(layer.parameters()).device)
-            with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), suppress(_Tried):
+            ids = torch.zeros(
+                1, 2, dtype=torch.int64, device=next(layer.parameters()).device
+            )
+            with (
+                torch.enable_grad(),
+                saved_tensors_hooks(keep, lambda x: x),
+                suppress(_Tried),
+            ):
                 decoder(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever it raises: then nobody knows
-        reasons.append(f"its first layer could not be tried out ({type(error).__name__})")
+        reasons.append(
+            f"its first layer could not be tried out ({type(error).__name__})"
+        )
     finally:
         for handle in handles:
             handle.remove()
@@ -136,12 +154,20 @@ def find_norms(decoder: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in decoder.modules():
         shapes = {tuple(p.shape) for p in module.parameters()}
-        if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or any(True for _ in module.children()):
+        if (
+            len(shapes) != 1
+            or len(shape := shapes.pop()) != 1
+            or any(True for _ in module.children())
+        ):
             continue
         kind = kind_of(module)
         if kind not in verdicts:
             takes_one = len(inspect.signature(module.forward).parameters) == 1
-            verdicts[kind] = takes_one and not mixes_tokens(module, *shape) and _keeps_more(module, *shape)
+            verdicts[kind] = (
+                takes_one
+                and not mixes_tokens(module, *shape)
+                and _keeps_more(module, *shape)
+            )
         if verdicts[kind]:
             found.append(module)
     return found
@@ -149,8 +175,14 @@ def find_norms(decoder: nn.Module) -> list[nn.Module]:
 
 def _keeps_more(module: nn.Module, size: int) -> bool:
     kept: list[Tensor] = []
-    with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with (
+        filled(module),
+        torch.enable_grad(),
+        saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
+    ):
         like = next(module.parameters())
-        tokens = torch.zeros(1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True)
+        tokens = torch.zeros(
+            1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True
+        )
         module(tokens)
     return any(x is not tokens and x.shape == tokens.shape for x in kept)

@@ -19,7 +19,14 @@ from ringspan.core.names import ReductionName
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
-from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of, local_part
+from ringspan.torch.layers.modules import (
+    autocast_now,
+    computes_as,
+    example_of,
+    forward_of,
+    hooks_of,
+    local_part,
+)
 from ringspan.torch.layers.switches import Switches
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.weights.packed import is_packed
@@ -28,7 +35,9 @@ from ringspan.torch.weights.packed import is_packed
 def head_of(model: RingModel) -> nn.Module:
     """Return a model's head: its output embedding, or the modules after the decoder ending in it."""
     head: Any = model.get_output_embeddings()
-    return joined([model.get_submodule(name) for name in model.ring_head_parts] or [head])
+    return joined(
+        [model.get_submodule(name) for name in model.ring_head_parts] or [head]
+    )
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
@@ -46,7 +55,11 @@ def current_copy(head: nn.Module) -> nn.Module:
     """
     wrapper: Any = head
     is_wrapper = isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict)
-    if not is_wrapper or hooks_of(head) or not forward_of(head).__module__.startswith("peft."):
+    if (
+        not is_wrapper
+        or hooks_of(head)
+        or not forward_of(head).__module__.startswith("peft.")
+    ):
         return head
     active = [] if wrapper.disable_adapters else wrapper.active_adapters
     return (
@@ -79,9 +92,13 @@ def logits_of(head: nn.Module, hidden: Tensor) -> Tensor:
 
 def input_size(head: nn.Module) -> int:
     """Return C of a head, or of its inner linear layer; raise UnsupportedError without either."""
-    linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
+    linear = next(
+        (part for part in head.modules() if isinstance(part, nn.Linear)), None
+    )
     if linear is None:
-        raise UnsupportedError(f"the head ({type(head).__name__}) has no linear layer; use one that has")
+        raise UnsupportedError(
+            f"the head ({type(head).__name__}) has no linear layer; use one that has"
+        )
     return linear.in_features
 
 
@@ -91,7 +108,9 @@ def output_size(head: nn.Module) -> int:
     if is_its_weight(head):
         return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
     like = example_of(head)
-    return head(torch.zeros(1, 1, input_size(head), dtype=like.dtype, device=like.device)).shape[-1]
+    return head(
+        torch.zeros(1, 1, input_size(head), dtype=like.dtype, device=like.device)
+    ).shape[-1]
 
 
 def refuse_mixing(head: nn.Module) -> None:
@@ -101,7 +120,9 @@ def refuse_mixing(head: nn.Module) -> None:
         return
     reason = mixes_tokens(head, input_size(head), gives=output_size(head), trains=False)
     if reason:
-        raise UnsupportedError(f"the head ({type(head).__name__}, its adapters and hooks) {reason}; remove what does")
+        raise UnsupportedError(
+            f"the head ({type(head).__name__}, its adapters and hooks) {reason}; remove what does"
+        )
 
 
 def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -> None:
@@ -119,7 +140,11 @@ def kind_of_head(head: nn.Module) -> object:
 
 
 def called_cross_entropy(
-    hidden: Tensor, head: nn.Module, targets: Tensor, options: LossOptions, reduction: ReductionName = "sum"
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    options: LossOptions,
+    reduction: ReductionName = "sum",
 ) -> Tensor:
     """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
@@ -133,19 +158,43 @@ def called_cross_entropy(
         losses = _Called.apply(losses, hidden, blocks, *leaves)
     else:
         losses = blocks.losses(hidden)
-    return losses if reduction == "none" else losses.sum(dtype=torch.float64).to(losses.dtype)
+    return (
+        losses
+        if reduction == "none"
+        else losses.sum(dtype=torch.float64).to(losses.dtype)
+    )
 
 
 class _Blocks:
     """Blockwise losses of a sequence, with the autocast, switches and random state they were computed under."""
 
-    def __init__(self, head: nn.Module, targets: Tensor, options: LossOptions, device: torch.device) -> None:
-        self._head, self._targets, self._options, self._device = head, targets, options, device
-        self._autocast, self._as_then = autocast_now(device.type), Switches(head).noted()
-        self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
+    def __init__(
+        self,
+        head: nn.Module,
+        targets: Tensor,
+        options: LossOptions,
+        device: torch.device,
+    ) -> None:
+        self._head, self._targets, self._options, self._device = (
+            head,
+            targets,
+            options,
+            device,
+        )
+        self._autocast, self._as_then = (
+            autocast_now(device.type),
+            Switches(head).noted(),
+        )
+        self._random = (
+            torch.get_rng_state(),
+            *get_device_states(torch.empty(0, device=device)),
+        )
 
     def losses(self, hidden: Tensor) -> Tensor:
-        return _cat([self._losses(hidden[rows], rows) for rows in self._slices(hidden)], hidden.device)
+        return _cat(
+            [self._losses(hidden[rows], rows) for rows in self._slices(hidden)],
+            hidden.device,
+        )
 
     def losses_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the losses and all parameters they depend on: the head's, on every rank, and hooks'."""
@@ -156,12 +205,21 @@ class _Blocks:
             # Autograd numbers operations in order: what has a lower number than this one was computed before the block.
             now = torch.zeros((), requires_grad=True).neg().grad_fn
             losses = self._losses(chunk, rows)
-            leaves |= {id(leaf): leaf for leaf in _leaves(losses, since=now) if leaf is not chunk}
+            leaves |= {
+                id(leaf): leaf
+                for leaf in _leaves(losses, since=now)
+                if leaf is not chunk
+            }
             parts.append(losses.detach())
         return _cat(parts, hidden.device), list(leaves.values())
 
     def gradients(
-        self, hidden: Tensor, leaves: Sequence[Tensor], d_losses: Tensor, *, of_hidden: bool
+        self,
+        hidden: Tensor,
+        leaves: Sequence[Tensor],
+        d_losses: Tensor,
+        *,
+        of_hidden: bool,
     ) -> list[Tensor | None]:
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
@@ -181,7 +239,9 @@ class _Blocks:
                 # A block without targets, say, may need no gradient at all.
                 if losses.requires_grad:
                     d_block = d_losses[rows].to(losses.dtype)
-                    parts = list(torch.autograd.grad(losses, wanted, d_block, allow_unused=True))
+                    parts = list(
+                        torch.autograd.grad(losses, wanted, d_block, allow_unused=True)
+                    )
                 del losses
                 if d_hidden is not None:
                     d_chunk = parts.pop(0)
@@ -189,7 +249,8 @@ class _Blocks:
                 accumulate(sums, parts)
         # Zeros where no block used a leaf: FSDP reduces the same parameters on every rank.
         found = (
-            torch.zeros_like(leaf) if s is None else s.to(leaf.dtype) for s, leaf in zip(sums, leaves, strict=True)
+            torch.zeros_like(leaf) if s is None else s.to(leaf.dtype)
+            for s, leaf in zip(sums, leaves, strict=True)
         )
         return [d_hidden, *found]
 
@@ -197,10 +258,14 @@ class _Blocks:
         return slices(len(hidden), self._options.chunk_tokens)
 
     def _losses(self, chunk: Tensor, rows: slice) -> Tensor:
-        return token_cross_entropy(self._head(chunk[None])[0], self._targets[rows], self._options)
+        return token_cross_entropy(
+            self._head(chunk[None])[0], self._targets[rows], self._options
+        )
 
 
-def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+def token_cross_entropy(
+    products: Tensor, targets: Tensor, options: LossOptions
+) -> Tensor:
     """Compute the per-token loss of ``blockwise_cross_entropy`` from a head's output, (n, V) -> (n,)."""
     logits = products if products.dtype == torch.float64 else products.float()
     logits = logits * options.logit_scale if options.logit_scale != 1 else logits
@@ -209,25 +274,39 @@ def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions)
     # Log-probabilities in 16 bits would be the loss's largest error.
     with torch.autocast(logits.device.type, enabled=False):
         losses = cross_entropy(
-            logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
+            logits,
+            targets,
+            ignore_index=IGNORED,
+            reduction="none",
+            label_smoothing=options.label_smoothing,
         )
         if options.z_loss:
-            losses = losses + options.z_loss * logits.logsumexp(-1).square() * (targets != IGNORED)
+            losses = losses + options.z_loss * logits.logsumexp(-1).square() * (
+                targets != IGNORED
+            )
     return losses
 
 
 class _Called(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.blocks, ctx.leaves = blocks, leaves  # FSDP has the whole parameters in them again when backward comes
+        # FSDP has the whole parameters in them again when backward comes
+        ctx.blocks, ctx.leaves = (
+            blocks,
+            leaves,
+        )
         return losses.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         [hidden], [d_losses] = ctx.saved_tensors, gradients
-        d_hidden, *others = ctx.blocks.gradients(hidden, ctx.leaves, d_losses, of_hidden=ctx.needs_input_grad[1])
+        d_hidden, *others = ctx.blocks.gradients(
+            hidden, ctx.leaves, d_losses, of_hidden=ctx.needs_input_grad[1]
+        )
         return None, d_hidden, None, *others
 
 
@@ -250,7 +329,9 @@ def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
                 f"the head uses a tensor with a gradient that was computed before it was called ({node.name()}), which "
                 "its blocks cannot share; detach it"
             )
-        nexts = {following for following, _ in node.next_functions if following is not None} - seen
+        nexts = {
+            following for following, _ in node.next_functions if following is not None
+        } - seen
         seen |= nexts
         waiting += nexts
     return found
@@ -260,6 +341,8 @@ def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
     """Return the vocabulary sizes of the input embedding and of the head; 0 if absent."""
     given: Any = model.get_input_embeddings()
     # An adapter wraps the embedding; the table inside of it says how many entries there are.
-    table = next((part for part in given.modules() if isinstance(part, nn.Embedding)), given)
+    table = next(
+        (part for part in given.modules() if isinstance(part, nn.Embedding)), given
+    )
     head: Any = model.get_output_embeddings()
     return table.weight.shape[0], 0 if head is None else output_size(head)

@@ -45,7 +45,9 @@ class Asked(NamedTuple):
         of_rows = {"mask": rows.mask, "layout": rows.layout, "values": values}
         return of_rows | {"scale": self.scale, "group": self.ring, "sinks": self.sinks}
 
-    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor:
+    def attend(
+        self, q: Tensor, latents: Tensor, choice: "Choice", values: slice
+    ) -> Tensor:
         """Attend from q (B, H, T, D) to latents (B, T, C) by a choice, which is made here or was before."""
         index, chosen = choice.index, choice.chosen
         length = q.shape[2] * dist.get_world_size(self.ring)
@@ -55,22 +57,37 @@ class Asked(NamedTuple):
             if index is None:
                 given = chosen[number]
             else:
-                of_rows = index.of_rows(rows.part)._replace(topk=0 if self.is_dense else min(index.topk, length))
+                of_rows = index.of_rows(rows.part)._replace(
+                    topk=0 if self.is_dense else min(index.topk, length)
+                )
             options = self.options(rows, values)
-            out, found, loss = indexed_attention(q[rows.part], latents[rows.part], of_rows, given, **options)
+            out, found, loss = indexed_attention(
+                q[rows.part], latents[rows.part], of_rows, given, **options
+            )
             outs.append(out)
             if index is not None:
                 chosen.append(found)
                 note_divergence(index, loss)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def attend_heads(self, q: Tensor, kv: Tensor, choice: "Choice", values: slice) -> Tensor:
+    def attend_heads(
+        self, q: Tensor, kv: Tensor, choice: "Choice", values: slice
+    ) -> Tensor:
         """Attend from q (B, H, T, D) to keys and values (B, G, T, C) of each head by its choice, or the common one."""
         heads, outs = kv.shape[1], []
         for rows, chosen in zip(self.rows, choice.chosen, strict=True):
-            of_heads = chosen if chosen.ndim == 5 else chosen[:, None].expand(-1, heads, -1, -1, -1)
+            of_heads = (
+                chosen
+                if chosen.ndim == 5
+                else chosen[:, None].expand(-1, heads, -1, -1, -1)
+            )
             of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
-            given = of_queries, kv[rows.part].flatten(0, 1), None, of_heads.flatten(0, 1)
+            given = (
+                of_queries,
+                kv[rows.part].flatten(0, 1),
+                None,
+                of_heads.flatten(0, 1),
+            )
             out, _, _ = indexed_attention(*given, **self.options(rows, values))
             outs.append(out.unflatten(0, (-1, heads)).flatten(1, 2))
         return torch.cat(outs)
@@ -81,27 +98,41 @@ class AskedOfCache(NamedTuple):
     scale: float
     sinks: Tensor | None
 
-    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor:
+    def attend(
+        self, q: Tensor, latents: Tensor, choice: "Choice", values: slice
+    ) -> Tensor:
         """Attend as ``Asked``, to this rank's share of the latents (B, M, C) and others'."""
         q, latents = in_autocast(q, latents)
         given = None if choice.index is not None else choice.chosen[0]
         options = {"values": values, "scale": self.scale, "sinks": self.sinks}
         reach = self.turn.reaches[LayerKind()]
-        out, found = attend_to_cache(self.turn, reach, q, latents.to(q.dtype), choice.index, given, **options)
+        out, found = attend_to_cache(
+            self.turn, reach, q, latents.to(q.dtype), choice.index, given, **options
+        )
         choice.chosen = [found]
         return out
 
-    def attend_heads(self, q: Tensor, kv: Tensor, choice: "Choice", values: slice) -> Tensor:
+    def attend_heads(
+        self, q: Tensor, kv: Tensor, choice: "Choice", values: slice
+    ) -> Tensor:
         """Attend from q (B, H, T, D) to this rank's share of keys and values (B, G, M, C) of each head, and others'."""
         heads, (chosen,) = kv.shape[1], choice.chosen
-        of_heads = chosen.flatten(0, 1) if chosen.ndim == 4 else chosen.repeat_interleave(heads, 0)
+        of_heads = (
+            chosen.flatten(0, 1)
+            if chosen.ndim == 4
+            else chosen.repeat_interleave(heads, 0)
+        )
         of_queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
-        out = self.attend(of_queries, kv.flatten(0, 1), Choice(None, [of_heads]), values)
+        out = self.attend(
+            of_queries, kv.flatten(0, 1), Choice(None, [of_heads]), values
+        )
         return out.unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 class Attends(Protocol):
-    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor: ...
+    def attend(
+        self, q: Tensor, latents: Tensor, choice: "Choice", values: slice
+    ) -> Tensor: ...
 
 
 class Choice:
@@ -115,10 +146,14 @@ class Choice:
     @property
     def is_of_everything(self) -> bool:
         """True if queries attend to all that they see, which needs neither an index nor a list."""
-        return bool(self.chosen) and all(chosen.shape[-1] == 0 for chosen in self.chosen)
+        return bool(self.chosen) and all(
+            chosen.shape[-1] == 0 for chosen in self.chosen
+        )
 
     @classmethod
-    def __torch_function__(cls, function: object, types: object, args: Any = (), kwargs: object = None) -> Any:
+    def __torch_function__(
+        cls, function: object, types: object, args: Any = (), kwargs: object = None
+    ) -> Any:
         """Stand for a mask that a module joins with it, by ``&`` or ``torch.cat``."""
         found = args[0] if isinstance(args[0], list | tuple) else args
         return next(each for each in found if isinstance(each, Choice))
@@ -126,7 +161,12 @@ class Choice:
     def to(self, *_: object) -> "Choice":
         return self
 
-    def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
+    def attend(
+        self,
+        module: nn.Module,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        asked: Asked | AskedOfCache,
+    ) -> Tensor:
         """Return attention (B, T, H, v) of queries (B, H, T, D), and keep what they chose."""
         if hasattr(module, "expand_kv"):
             return attend_to_chosen(module, *qkv[:2], self, asked)
@@ -135,7 +175,11 @@ class Choice:
 
 def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
     """Take the choice from what a module hands its attention function."""
-    given = attention_mask, kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    given = (
+        attention_mask,
+        kwargs.pop("indices", None),
+        kwargs.pop("block_indices", None),
+    )
     return next((each for each in given if isinstance(each, Choice)), None)
 
 
@@ -150,16 +194,31 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
         rank = turn.rank if turn.is_split else 0
         masks = [mask.spec for mask in turn.reaches[LayerKind()].masks]
         each = zip(parts_of(len(masks)), masks, strict=True)
-        return [(part, Row(mask, turn.queries, rank, device, tail=before)) for part, mask in each]
+        return [
+            (part, Row(mask, turn.queries, rank, device, tail=before))
+            for part, mask in each
+        ]
     now = _now()
     documents: list[Any] = [None]
     if now.packed is not None:
         now.packed.is_seen, documents = True, now.packed.rows
     rank = 0 if now.group is None else dist.get_rank(now.group)
     rows: list[tuple[slice, Row]] = []
-    for number, (part, lengths) in enumerate(zip(parts_of(len(documents)), documents, strict=True)):
+    for number, (part, lengths) in enumerate(
+        zip(parts_of(len(documents)), documents, strict=True)
+    ):
         layout = now.layouts[min(number, len(now.layouts) - 1)]
-        rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank, device)))
+        rows.append(
+            (
+                part,
+                Row(
+                    mask_of(layout.length, lengths, None, None).spec,
+                    layout,
+                    rank,
+                    device,
+                ),
+            )
+        )
     return rows
 
 
@@ -170,8 +229,14 @@ def everything(hidden_states: Tensor, tokens: int) -> Choice | None:
     if current_turn() is not None or _now().is_part or is_learning():
         return None
     rows = rows_now(hidden_states.device)
-    none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
-    return None if any(row.most > tokens for _, row in rows) else Choice(None, [none[part] for part, _ in rows])
+    none = torch.empty(
+        *hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device
+    )
+    return (
+        None
+        if any(row.most > tokens for _, row in rows)
+        else Choice(None, [none[part] for part, _ in rows])
+    )
 
 
 def group_now() -> dist.ProcessGroup | None:
@@ -190,10 +255,14 @@ def _now() -> SequencePass:
 
 def rotation_of(index: nn.Module) -> Any:
     code: Any = inspect.unwrap(forward_of(index))
-    return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
+    return next(
+        code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names
+    )
 
 
-def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Attends) -> Tensor:
+def attend_to_chosen(
+    module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Attends
+) -> Tensor:
     """Attend to latents: absorbed queries (B, H, T, n + P) give (B, T, H, v)."""
 
     def attend(q: Tensor) -> Tensor:
@@ -204,7 +273,9 @@ def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: 
     return out.transpose(1, 2)
 
 
-def absorbed_attention(module: Any, query: Tensor, latents: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def absorbed_attention(
+    module: Any, query: Tensor, latents: Tensor, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return attention (B, H, T, v) of queries (B, H, T, n + P) that ``attend`` to latents, absorbed."""
     matrix, nope = expansion(module, query, latents), module.qk_nope_head_dim
     absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
@@ -212,21 +283,30 @@ def absorbed_attention(module: Any, query: Tensor, latents: Tensor, attend: Call
     return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
 
 
-def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked | AskedOfCache) -> Tensor:
+def attend_by_key_head(
+    qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked | AskedOfCache
+) -> Tensor:
     """Attend to key heads as to sequences of their own, each with its queries and its choice, or the common one."""
     kv, size = torch.cat(qkv[1:], -1), qkv[1].shape[-1]
-    return asked.attend_heads(qkv[0], kv, choice, slice(size, kv.shape[-1])).transpose(1, 2)
+    return asked.attend_heads(qkv[0], kv, choice, slice(size, kv.shape[-1])).transpose(
+        1, 2
+    )
 
 
 def is_matrix(projection: Any) -> bool:
     """Return whether a projection, adapters included, computes a product with one matrix."""
     parts = [*projection.modules()]
-    is_lora = not hasattr(projection, "base_layer") or type(projection).__module__.startswith("peft.tuners.lora")
+    is_lora = not hasattr(projection, "base_layer") or type(
+        projection
+    ).__module__.startswith("peft.tuners.lora")
     if not is_lora or getattr(projection, "lora_variant", None):  # some look at tokens
         return False
     # Of 8 bits, inputs are rounded as well.
     is_rounded = any(hasattr(getattr(part, "weight", None), "SCB") for part in parts)
-    has_more = any(getattr(part, "bias", None) is not None or getattr(part, "p", 0) for part in parts)
+    has_more = any(
+        getattr(part, "bias", None) is not None or getattr(part, "p", 0)
+        for part in parts
+    )
     return not is_rounded and not has_more
 
 
@@ -236,5 +316,7 @@ def expansion(module: Any, query: Tensor, latents: Tensor) -> Tensor:
     if computes_as(matrix, nn.Linear) and not is_packed(matrix.weight):
         matrix = matrix.weight
     else:
-        matrix = matrix(torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)).T
+        matrix = matrix(
+            torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
+        ).T
     return matrix.unflatten(0, (query.shape[1], -1))

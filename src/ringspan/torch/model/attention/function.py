@@ -33,38 +33,66 @@ from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
 from ringspan.torch.recurrence.current import current_pass
 
-TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
+# decoders that call a method of their mask, which nobody looks at then
+TAKE_MASKS: Final = ("MptModel",)
 # What a pass over a cache honours elsewhere.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
 
 def register_attention(
-    decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig, *, is_indexed: bool = False
+    decoder: str,
+    ring: dist.ProcessGroup,
+    kinds: tuple[LayerKind, ...],
+    config: StepConfig,
+    *,
+    is_indexed: bool = False,
 ) -> str:
     """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
-    masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
+    # windows of the masks that the decoder has made, None for one without
+    masked: set[int | None] = set()
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | Unsaid | None = UNSAID,
-        softcap: float | None = None, s_aux: Tensor | None = None, alibi_slopes: Tensor | None = None,
-        ring_packed: Packed | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        is_program = torch.compiler.is_compiling()  # of which neither can be asked, and for which neither is there
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | Unsaid | None = UNSAID,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        ring_packed: Packed | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        # of which neither can be asked, and for which neither is there
+        is_program = torch.compiler.is_compiling()
+        # not every layer hands its arguments on
         sequences = None if is_program else current_pass()
-        if ring_packed is None and sequences is not None:  # not every layer hands its arguments on
+        if ring_packed is None and sequences is not None:
             ring_packed = sequences.packed
         turn = None if is_program else current_turn()
         if turn is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in _OVER_CACHE
+            }
         choice = choice_of(kwargs, attention_mask) if is_indexed else None
         given = None if is_indexed else attention_mask
         check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
         if choice is not None and (turn is not None or not choice.is_of_everything):
             assert scaling is not None, "a module with an index gives its own"
             if turn is not None:
-                return choice.attend(module, (query, key, value), AskedOfCache(turn, scaling, s_aux)), None
-            rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
+                return choice.attend(
+                    module, (query, key, value), AskedOfCache(turn, scaling, s_aux)
+                ), None
+            rows = _rows(
+                ring_packed,
+                query.shape[2] * dist.get_world_size(ring),
+                LayerKind(),
+                config,
+            )
             of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
             return choice.attend(module, (query, key, value), of_choice), None
         if choice is None:
@@ -88,7 +116,14 @@ def register_attention(
             out = _over_cache(module, asked, turn, kind)
         elif is_program and not _has_temperature(module):
             lengths = ring_packed.lengths if ring_packed else None
-            out = layer_attention(asked, lengths, config.layout, ring, window=kind.window, chunk=kind.chunk)
+            out = layer_attention(
+                asked,
+                lengths,
+                config.layout,
+                ring,
+                window=kind.window,
+                chunk=kind.chunk,
+            )
             out = out.transpose(1, 2)
         else:
             fold = None if sequences is None else sequences.fold
@@ -96,10 +131,14 @@ def register_attention(
         return out, None
 
     def no_mask(
-        *, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: object
+        *,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        **kwargs: object,
     ) -> Tensor | None:
+        # some decoders make one of ones
         """Return no mask: the schedule knows the visible keys, so no S x S mask is built."""
-        if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
+        if attention_mask is not None and not bool(attention_mask.all()):
             raise UnsupportedError(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
@@ -115,19 +154,30 @@ def register_attention(
     return name
 
 
-def _over_cache(module: nn.Module, asked: Request, turn: Turn, kind: LayerKind) -> Tensor:
+def _over_cache(
+    module: nn.Module, asked: Request, turn: Turn, kind: LayerKind
+) -> Tensor:
     query, key, value = asked.q, asked.k, asked.v
     if _has_temperature(module):
         query = _warmed(module, query, turn.positions[None])
     scale = query.shape[-1] ** -0.5 if asked.scale is None else asked.scale
     query, key, value = in_autocast(query, key, value)
-    key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
+    # written under autocast, or not
+    key, value = (
+        key.to(query.dtype),
+        value.to(query.dtype),
+    )
 
     def attend(query: Tensor) -> Tensor:
         return turn.attend(asked._replace(q=query, k=key, v=value, scale=scale), kind)
 
-    out = absorbed_attention(module, query, value, attend) if absorbs(module, turn) else attend(query)
-    return out.transpose(1, 2).contiguous()  # some models view it as (batch, tokens, hidden size)
+    out = (
+        absorbed_attention(module, query, value, attend)
+        if absorbs(module, turn)
+        else attend(query)
+    )
+    # some models view it as (batch, tokens, hidden size)
+    return out.transpose(1, 2).contiguous()
 
 
 def _over_ring(
@@ -135,12 +185,18 @@ def _over_ring(
     config: StepConfig, fold: Fold | None,
 ) -> Tensor:  # fmt: skip
     """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
-    length = asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
+    length = (
+        asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
+    )
     if _has_temperature(module):
         if packed:
             positions = packed.positions
         else:
-            layout = batch_layout(config.layout, length, dist.get_world_size(ring)) if fold is None else fold.layout
+            layout = (
+                batch_layout(config.layout, length, dist.get_world_size(ring))
+                if fold is None
+                else fold.layout
+            )
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
         asked = asked._replace(q=_warmed(module, asked.q, positions))
     expansion = expansion_of(module, asked.q, asked.k)
@@ -150,11 +206,17 @@ def _over_ring(
         if expansion is not None:
             parts.append(latent_attention(request, expansion))
         else:
-            parts.append(attend_to(request) if fold is None else attend_in_folds(fold, (module, number), request))
+            parts.append(
+                attend_to(request)
+                if fold is None
+                else attend_in_folds(fold, (module, number), request)
+            )
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
 
 
-def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfig) -> list[Rows]:
+def _rows(
+    packed: Packed | None, length: int, kind: LayerKind, config: StepConfig
+) -> list[Rows]:
     documents_of: Sequence[Segments | None] = (None,)
     blocks_of: Sequence[Blocks] = ((),)
     split = None
@@ -168,15 +230,21 @@ def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfi
             mask_of(length, lengths, kind.window, kind.chunk, blocks),
             config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
         )
-        for row, (part, lengths, blocks) in enumerate(zip(parts, documents_of, blocks_of, strict=True))
+        for row, (part, lengths, blocks) in enumerate(
+            zip(parts, documents_of, blocks_of, strict=True)
+        )
     ]
 
 
 def _kind_of_layer(
-    module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
+    module: Any,
+    kinds: Sequence[LayerKind],
+    asked: int | Unsaid | None,
+    masked: Container[int | None],
 ) -> LayerKind:
+    # a compiled layer's, whose program is that of all layers of the kind
     """Return a module's kind by its config; UnsupportedError if module or masks disagree (some pass no window on)."""
-    if hasattr(module, "ring_kind"):  # a compiled layer's, whose program is that of all layers of the kind
+    if hasattr(module, "ring_kind"):
         kind = module.ring_kind
     else:
         layer = getattr(module, "layer_idx", None)

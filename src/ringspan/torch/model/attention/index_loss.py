@@ -23,26 +23,43 @@ from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.recurrence.current import IndexLoss, current_pass
 from ringspan.torch.transport.collectives import Sum
 
-_TRAINED: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+_TRAINED: Final = frozenset(
+    {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"}
+)
 
 
-def refuse_index_loss(view: ModelView, config: StepConfig, modules: Sequence[nn.Module]) -> None:
+def refuse_index_loss(
+    view: ModelView, config: StepConfig, modules: Sequence[nn.Module]
+) -> None:
     """Raise UnsupportedError or ConfigError for a model whose index is not trained by ``config.index_loss``."""
-    if find_name("index_loss", config.index_loss, INDEX_LOSS_NAMES, ConfigError) == "none":
+    if (
+        find_name("index_loss", config.index_loss, INDEX_LOSS_NAMES, ConfigError)
+        == "none"
+    ):
         return
-    indexes = [index for each in modules if isinstance(index := getattr(each, "indexer", None), nn.Module)]
+    indexes = [
+        index
+        for each in modules
+        if isinstance(index := getattr(each, "indexer", None), nn.Module)
+    ]
     option, kind = f"index_loss={config.index_loss!r}", view.decoder.config.model_type
     if not indexes:
-        raise UnsupportedError(f"{option}: {view.name} has no index that chooses keys; leave it out")
+        raise UnsupportedError(
+            f"{option}: {view.name} has no index that chooses keys; leave it out"
+        )
     if kind not in _TRAINED:
         known = ", ".join(sorted(_TRAINED))
-        raise UnsupportedError(f"{option}: only indexes of {known} are trained yet, not of {kind}; leave it out")
+        raise UnsupportedError(
+            f"{option}: only indexes of {known} are trained yet, not of {kind}; leave it out"
+        )
     if view.head is None or view.is_classifier:
         raise UnsupportedError(
             f"{option} is added to a loss of next tokens, of which {view.name} predicts none; leave it out"
         )
     if not any(p.requires_grad for index in indexes for p in index.parameters()):
-        raise ConfigError(f"{option}: no parameter of an index requires gradients; set requires_grad, or leave it out")
+        raise ConfigError(
+            f"{option}: no parameter of an index requires gradients; set requires_grad, or leave it out"
+        )
 
 
 def teaches_index(model: RingModel) -> bool:
@@ -70,7 +87,9 @@ def note_divergence(index: IndexInputs, loss: Tensor) -> None:
         now.index_loss.add(loss)
 
 
-def index_loss(learning: IndexLoss, targets: Tensor, count: int, groups: list[dist.ProcessGroup]) -> Tensor:
+def index_loss(
+    learning: IndexLoss, targets: Tensor, count: int, groups: list[dist.ProcessGroup]
+) -> Tensor:
     """Return the loss of all ranks, whose gradient is local: each adds its queries' and its keys'."""
     total = torch.stack(learning.take()).sum()
     counts = torch.stack((learning.real.sum(), (targets != IGNORED).sum())).to(total)

@@ -20,8 +20,16 @@ from ringspan.torch.layers.decoder import has_index
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention import pooled
-from ringspan.torch.model.attention.choice import Choice, everything, is_matrix, rotation_of
-from ringspan.torch.model.attention.index_loss import learning_queries, refuse_index_loss
+from ringspan.torch.model.attention.choice import (
+    Choice,
+    everything,
+    is_matrix,
+    rotation_of,
+)
+from ringspan.torch.model.attention.index_loss import (
+    learning_queries,
+    refuse_index_loss,
+)
 
 _ROTARY_LAST: Final = frozenset({"hy_v4", "hy_v4_vl_text"})
 """Types whose index rotates the last numbers of a head, not the first."""
@@ -36,7 +44,9 @@ class ChoosingAttention(Mixin):
         latents = torch.cat((kv_nope, k_rot), -1)
         return latents, latents
 
-    def build_attention_mask_from_topk(self, topk_indices: object, **_: object) -> object:
+    def build_attention_mask_from_topk(
+        self, topk_indices: object, **_: object
+    ) -> object:
         """Hand the choice on as a mask (GLM-5-Next)."""
         return topk_indices
 
@@ -58,25 +68,52 @@ class _Index(Mixin):
             return all_
         with torch.set_grad_enabled(learning_queries() is not None):
             q = self.wq_b(q_resid.detach()).unflatten(-1, (self.n_heads, self.head_dim))
-            return self.ring_choice(q, hidden_states.detach(), position_embeddings, given_cache(named))
+            return self.ring_choice(
+                q, hidden_states.detach(), position_embeddings, given_cache(named)
+            )
 
     def ring_choice(
-        self: Any, q: Tensor, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None, cache: Any
+        self: Any,
+        q: Tensor,
+        hidden_states: Tensor,
+        turns: tuple[Tensor, Tensor] | None,
+        cache: Any,
     ) -> Choice:
-        k = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
+        k = (
+            self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype))
+            .to(hidden_states.dtype)
+            .unsqueeze(2)
+        )
         if turns is not None:
             rotary, plain = self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim
             is_last = self.config.model_type in _ROTARY_LAST
-            parts = [x.split([plain, rotary] if is_last else [rotary, plain], -1) for x in (q, k)]
-            turned = rotation_of(self)(*(x[is_last] for x in parts), *turns, unsqueeze_dim=2)
+            parts = [
+                x.split([plain, rotary] if is_last else [rotary, plain], -1)
+                for x in (q, k)
+            ]
+            turned = rotation_of(self)(
+                *(x[is_last] for x in parts), *turns, unsqueeze_dim=2
+            )
             q, k = (
                 torch.cat((rest[0], new) if is_last else (new, rest[1]), -1)
                 for rest, new in zip(parts, turned, strict=True)
             )
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype))
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32)) * self.n_heads**-0.5
-        k = k.squeeze(2) if cache is None else cache.update_indexer(k.squeeze(2), self.layer_idx)
-        return Choice(IndexInputs(q, k, weights, self.softmax_scale, self.index_topk, learning_queries()), [])
+        weights = (
+            weights.to(torch.promote_types(weights.dtype, torch.float32))
+            * self.n_heads**-0.5
+        )
+        k = (
+            k.squeeze(2)
+            if cache is None
+            else cache.update_indexer(k.squeeze(2), self.layer_idx)
+        )
+        return Choice(
+            IndexInputs(
+                q, k, weights, self.softmax_scale, self.index_topk, learning_queries()
+            ),
+            [],
+        )
 
 
 class _IndexOfHidden(_Index):
@@ -93,20 +130,30 @@ class _IndexOfHidden(_Index):
     ) -> Choice:
         if (all_ := everything(hidden_states, self.index_topk)) is not None:
             return all_
-        q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(-1, (self.n_heads, self.head_dim))
+        q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(
+            -1, (self.n_heads, self.head_dim)
+        )
         q = self.softmax_scaling(q, position_ids, head_dim_first=False)
-        return self.ring_choice(q, hidden_states, turns if self.use_rope else None, given_cache(named))
+        return self.ring_choice(
+            q, hidden_states, turns if self.use_rope else None, given_cache(named)
+        )
 
 
 def choosing_modules(decoder: Any) -> list[nn.Module]:
     if not has_index(decoder.config):
         return []
-    return [module for module in decoder.modules() if hasattr(module, "layer_idx") and _chooses(module)]
+    return [
+        module
+        for module in decoder.modules()
+        if hasattr(module, "layer_idx") and _chooses(module)
+    ]
 
 
 def _chooses(module: Any) -> bool:
     parts = (getattr(module, name, None) for name in ("indexer", "compressor"))
-    return any(part is not None for part in parts) or getattr(module, "skip_topk", False)
+    return any(part is not None for part in parts) or getattr(
+        module, "skip_topk", False
+    )
 
 
 def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
@@ -119,11 +166,17 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
     if tp > 1:
         raise UnsupportedError(f"{name}, whose heads tp does not split yet; use tp=1")
     if config.compile is not False:
-        raise UnsupportedError(f"compile={config.compile!r}: {name} among those of all ranks; use compile=False")
+        raise UnsupportedError(
+            f"compile={config.compile!r}: {name} among those of all ranks; use compile=False"
+        )
     if config.comm_dtype != "exact":
-        raise UnsupportedError(f"comm_dtype={config.comm_dtype!r}: {name}, and other keys would win; use exact")
+        raise UnsupportedError(
+            f"comm_dtype={config.comm_dtype!r}: {name}, and other keys would win; use exact"
+        )
     if config.kernel not in ("auto", "eager"):
-        raise UnsupportedError(f"kernel={config.kernel!r}: {name}, for which it has no code; use auto")
+        raise UnsupportedError(
+            f"kernel={config.kernel!r}: {name}, for which it has no code; use auto"
+        )
     if not getattr(view.decoder.config, "index_kpool_always_select_tail", True):
         raise UnsupportedError(
             f"index_kpool_always_select_tail=False: {name}, and the first tokens of a document would see none; set it "
@@ -145,11 +198,16 @@ _INDEXES: Final[dict[str, type]] = {
     "mistral_large4_text": _IndexOfHidden,
     "qwen4_exp_text": pooled.PooledIndex,
 }
-_OTHER_PARTS: Final = {"ngram_embedding": pooled.NGrams, "_short_conv": pooled.DilatedConvolution}
+_OTHER_PARTS: Final = {
+    "ngram_embedding": pooled.NGrams,
+    "_short_conv": pooled.DilatedConvolution,
+}
 """Other modules that read earlier tokens, by an attribute."""
 
 
-def take_over_index(decoder: Any, modules: Iterable[Any], *, sends_latents: bool = True) -> None:
+def take_over_index(
+    decoder: Any, modules: Iterable[Any], *, sends_latents: bool = True
+) -> None:
     """Put this library's index, and attention to what it chooses, into modules; a route may carry no latents."""
     for module in modules:
         if hasattr(module, "expand_kv"):

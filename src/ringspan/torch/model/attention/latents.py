@@ -44,22 +44,33 @@ def route_of(config: StepConfig, ranks: int) -> Route:
     return Route.parse("ring" if config.route == "auto" else config.route, ranks)
 
 
-def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> list[nn.Module]:
+def latent_modules(
+    decoder: nn.Module, mesh: DeviceMesh, config: StepConfig
+) -> list[nn.Module]:
     """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
     ranks = mesh.get_group("ring").size()
-    if not sends_latents(config, route_of(config, ranks), ranks, has_tp=tensor_axis(mesh) is not None):
+    if not sends_latents(
+        config, route_of(config, ranks), ranks, has_tp=tensor_axis(mesh) is not None
+    ):
         return []
     choosing = {*choosing_modules(decoder)}
     return [
         module
         for module in decoder.modules()
-        if hasattr(module, "expand_kv") and module not in choosing and _is_worth_it(module)
+        if hasattr(module, "expand_kv")
+        and module not in choosing
+        and _is_worth_it(module)
     ]
 
 
 def _is_worth_it(module: Any) -> bool:
-    expanded = module.num_heads * (module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim)
-    return is_matrix(module.kv_b_proj) and module.kv_lora_rank + module.qk_rope_head_dim < expanded
+    expanded = module.num_heads * (
+        module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
+    )
+    return (
+        is_matrix(module.kv_b_proj)
+        and module.kv_lora_rank + module.qk_rope_head_dim < expanded
+    )
 
 
 def send_latents(modules: Iterable[nn.Module], config: StepConfig) -> None:
@@ -69,7 +80,11 @@ def send_latents(modules: Iterable[nn.Module], config: StepConfig) -> None:
 
 def absorbs(module: object, turn: Turn) -> bool:
     """Return whether queries over a cache are multiplied into the space of latents: a few, that every rank has."""
-    return isinstance(module, LatentAttention) and module.ring_absorbs and not turn.is_split
+    return (
+        isinstance(module, LatentAttention)
+        and module.ring_absorbs
+        and not turn.is_split
+    )
 
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
@@ -82,7 +97,9 @@ def _sends_latents(module: nn.Module) -> bool:
     return isinstance(module, ChoosingAttention) and module.ring_sends_latents
 
 
-def parts_to_send(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def parts_to_send(
+    module: Any, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return what travels of a module whose queries attend to all that they see.
 
     Of latents with their rotary part, these two; on a route that carries none, keys and values of all heads.
@@ -92,7 +109,11 @@ def parts_to_send(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tup
     latents, rotary = key[..., : module.kv_lora_rank], key[..., module.kv_lora_rank :]
     if _sends_latents(module):
         return latents, rotary
-    expanded = torch.einsum("btr,hdr->bhtd", latents[:, 0], expansion(module, query, latents))
+    expanded = torch.einsum(
+        "btr,hdr->bhtd", latents[:, 0], expansion(module, query, latents)
+    )
     nope = module.qk_nope_head_dim
-    keys = torch.cat((expanded[..., :nope], rotary.expand(-1, expanded.shape[1], -1, -1)), -1)
+    keys = torch.cat(
+        (expanded[..., :nope], rotary.expand(-1, expanded.shape[1], -1, -1)), -1
+    )
     return keys, expanded[..., nope:]

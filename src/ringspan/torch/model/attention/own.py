@@ -19,26 +19,51 @@ from ringspan.torch.layers.view import ModelView
 class OwnAttention(Mixin):
     ring_implementation: str
 
-    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, **options: object) -> Tensor:
+    def attend(
+        self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        dropout: float,
+        **options: object,
+    ) -> Tensor:
         """Map (B, H, T, D) each to (B, T, H, D)."""
         function = AttentionInterface()[self.ring_implementation]
         k, v = k.to(q.dtype), v.to(q.dtype)
-        return function(self, q, k, v, None, scaling=scaling, dropout=dropout if self.training else 0.0, **options)[0]
+        return function(
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=scaling,
+            dropout=dropout if self.training else 0.0,
+            **options,
+        )[0]
 
 
 class _Method(OwnAttention):
     """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a separate method has products and softmax."""
 
     def _attn(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object = None,
     ) -> tuple[Tensor, None]:
         divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)
         dropout = getattr(self, "attn_dropout", None) or self.attention_dropout
         options: dict[str, Any] = {}
         if getattr(self, "attention_type", None) is not None:
-            options["sliding_window"] = self.config.window_size if self.attention_type == "local" else None
+            options["sliding_window"] = (
+                self.config.window_size if self.attention_type == "local" else None
+            )
         query, key = query.to(value.dtype), key.to(value.dtype)
-        return self.attend(query, key, value, 1 / divisor, dropout.p, **options).transpose(1, 2), None
+        return self.attend(
+            query, key, value, 1 / divisor, dropout.p, **options
+        ).transpose(1, 2), None
 
 
 class _TransposedKeys(OwnAttention):
@@ -46,27 +71,41 @@ class _TransposedKeys(OwnAttention):
 
     def _attn(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> list[Tensor]:
         scaling = v.shape[-1] ** -0.5 if self.scale else 1.0
-        return [self.attend(q, k.transpose(2, 3), v, scaling, self.attn_dropout.p).transpose(1, 2)]
+        return [
+            self.attend(
+                q, k.transpose(2, 3), v, scaling, self.attn_dropout.p
+            ).transpose(1, 2)
+        ]
 
 
 class _Inline(OwnAttention):
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        given = dict(inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments)
+        given = dict(
+            inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments
+        )
         given |= given.pop("kwargs", {})
         for other in ("encoder_hidden_states", "key_value_states", "attn_prompt"):
             if given.get(other) is not None:
-                raise UnsupportedError(f"{type(self).__name__} is given {other}, unsupported on a ring; leave it out")
+                raise UnsupportedError(
+                    f"{type(self).__name__} is given {other}, unsupported on a ring; leave it out"
+                )
         return self.computed(given)
 
-    def projected(self: Any, given: dict[str, Any], layers: Sequence[nn.Module], head_dim: int) -> list[Tensor]:
+    def projected(
+        self: Any, given: dict[str, Any], layers: Sequence[nn.Module], head_dim: int
+    ) -> list[Tensor]:
         """Return queries, keys and values (B, H, T, D) of three layers, with cached ones."""
         hidden = given["hidden_states"]
         shape = *hidden.shape[:-1], -1, head_dim
         q, k, v = (layer(hidden).view(shape).transpose(1, 2) for layer in layers)
         return [q, *self.updated(given, k, v)]
 
-    def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        cache = given.get("layer_past") if (named := given_cache(given)) is None else named
+    def updated(
+        self: Any, given: dict[str, Any], k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cache = (
+            given.get("layer_past") if (named := given_cache(given)) is None else named
+        )
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
 
@@ -74,16 +113,24 @@ class _Bert(_Inline):
     """Megatron-BERT and RemBERT."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        q, k, v = self.projected(given, (self.query, self.key, self.value), self.attention_head_size)
-        return self.attend(q, k, v, self.attention_head_size**-0.5, self.dropout.p).flatten(2), None
+        q, k, v = self.projected(
+            given, (self.query, self.key, self.value), self.attention_head_size
+        )
+        return self.attend(
+            q, k, v, self.attention_head_size**-0.5, self.dropout.p
+        ).flatten(2), None
 
 
 class _Bart(_Inline):
     """MVP, TrOCR and XGLM."""
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        q, k, v = self.projected(given, (self.q_proj, self.k_proj, self.v_proj), self.head_dim)
-        return self.out_proj(self.attend(q, k, v, self.scaling, self.dropout).flatten(2)), None
+        q, k, v = self.projected(
+            given, (self.q_proj, self.k_proj, self.v_proj), self.head_dim
+        )
+        return self.out_proj(
+            self.attend(q, k, v, self.scaling, self.dropout).flatten(2)
+        ), None
 
 
 class _Bloom(_Inline):
@@ -93,7 +140,9 @@ class _Bloom(_Inline):
         hidden = given["hidden_states"]
         q, k, v = self._reshape(self.query_key_value(hidden))
         slopes = _doubling_slopes(self, hidden)
-        out = self.attend(q, k, v, self.inv_norm_factor, self.attention_dropout.p, alibi_slopes=slopes).flatten(2)
+        out = self.attend(
+            q, k, v, self.inv_norm_factor, self.attention_dropout.p, alibi_slopes=slopes
+        ).flatten(2)
         out = functional.dropout(self.dense(out), self.hidden_dropout, self.training)
         return given["residual"] + out, None
 
@@ -111,13 +160,19 @@ class _Falcon(_Inline):
         options: dict[str, Any] = {}
         dropout = 0.0
         if given.get("alibi") is None:
-            rotate = inspect.unwrap(forward_of(self)).__globals__["apply_rotary_pos_emb"]
+            rotate = inspect.unwrap(forward_of(self)).__globals__[
+                "apply_rotary_pos_emb"
+            ]
             q, k = rotate(q, k, *given["position_embeddings"])
             k, v = self.updated(given, k, v)
         else:
-            options["alibi_slopes"] = _doubling_slopes(self, hidden) * self.inv_norm_factor
+            options["alibi_slopes"] = (
+                _doubling_slopes(self, hidden) * self.inv_norm_factor
+            )
             dropout = self.attention_dropout.p
-        return self.dense(self.attend(q, k, v, self.inv_norm_factor, dropout, **options).flatten(2)), None
+        return self.dense(
+            self.attend(q, k, v, self.inv_norm_factor, dropout, **options).flatten(2)
+        ), None
 
 
 class _Mpt(_Inline):
@@ -132,7 +187,9 @@ class _Mpt(_Inline):
         q, k, v = (x.reshape(shape).transpose(1, 2) for x in made.chunk(3, dim=2))
         # The layers' bias is ``-slope d`` at the distance d: its last column but one has the slopes.
         slopes = -given["position_bias"][:, 0, -2].float()
-        out = self.attend(q, k, v, self.softmax_scale, self.attn_dropout_p, alibi_slopes=slopes)
+        out = self.attend(
+            q, k, v, self.softmax_scale, self.attn_dropout_p, alibi_slopes=slopes
+        )
         return self.out_proj(out.flatten(2)), None
 
 
@@ -153,15 +210,33 @@ _KNOWN: Final[dict[str, tuple[Callable[[nn.Module], bool], type[OwnAttention]]]]
     "GPTJAttention": (_has("_attn", "scale_attn", "attn_dropout"), _Method),
     "CodeGenAttention": (_has("_attn", "scale_attn", "attn_dropout"), _Method),
     "GPTNeoSelfAttention": (_has("_attn", "attention_type", "attn_dropout"), _Method),
-    "GPTNeoXJapaneseAttention": (_has("_attn", "norm_factor", "attention_dropout"), _Method),
+    "GPTNeoXJapaneseAttention": (
+        _has("_attn", "norm_factor", "attention_dropout"),
+        _Method,
+    ),
     "Attention": (_has("_attn", "c_attn", "scale", "split_heads"), _TransposedKeys),
-    "MegatronBertSelfAttention": (_has("query", "key", "value", "attention_head_size", "dropout"), _Bert),
-    "RemBertSelfAttention": (_has("query", "key", "value", "attention_head_size", "dropout"), _Bert),
+    "MegatronBertSelfAttention": (
+        _has("query", "key", "value", "attention_head_size", "dropout"),
+        _Bert,
+    ),
+    "RemBertSelfAttention": (
+        _has("query", "key", "value", "attention_head_size", "dropout"),
+        _Bert,
+    ),
     "MvpAttention": (_has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"), _Bart),
-    "TrOCRAttention": (_has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"), _Bart),
+    "TrOCRAttention": (
+        _has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"),
+        _Bart,
+    ),
     "XGLMAttention": (_has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"), _Bart),
-    "BloomAttention": (_has("_reshape", "query_key_value", "dense", "inv_norm_factor"), _Bloom),
-    "FalconAttention": (_has("_split_heads", "query_key_value", "dense", "inv_norm_factor"), _Falcon),
+    "BloomAttention": (
+        _has("_reshape", "query_key_value", "dense", "inv_norm_factor"),
+        _Bloom,
+    ),
+    "FalconAttention": (
+        _has("_split_heads", "query_key_value", "dense", "inv_norm_factor"),
+        _Falcon,
+    ),
     "MptAttention": (_has("Wqkv", "out_proj", "softmax_scale", "clip_qkv"), _Mpt),
 }
 _ALIBI: Final = _Bloom, _Mpt
@@ -185,10 +260,14 @@ def refuse_compiled(view: ModelView, backend: bool | str) -> None:
 
 def uses_alibi(decoder: nn.Module) -> bool:
     kinds = set(own_attention(decoder).values())
-    return bool(kinds & {*_ALIBI}) or (_Falcon in kinds and bool(getattr(decoder, "use_alibi", False)))
+    return bool(kinds & {*_ALIBI}) or (
+        _Falcon in kinds and bool(getattr(decoder, "use_alibi", False))
+    )
 
 
-def take_over_attention(own: Mapping[nn.Module, type[OwnAttention]], implementation: str) -> None:
+def take_over_attention(
+    own: Mapping[nn.Module, type[OwnAttention]], implementation: str
+) -> None:
     module: Any
     for module, mixin in own.items():
         if not hasattr(module, "layer_idx"):

@@ -23,7 +23,11 @@ def refuse_attention(view: ModelView) -> None:
     name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
         is_decoder = getattr(module, "is_decoder", None)
-        sees_later = is_decoder is False if module in own else getattr(module, "is_causal", True) is False
+        sees_later = (
+            is_decoder is False
+            if module in own
+            else getattr(module, "is_causal", True) is False
+        )
         if (
             sees_later
             and not is_decoder
@@ -34,14 +38,21 @@ def refuse_attention(view: ModelView) -> None:
                 f"{name}: tokens see later ones ({path}), which a ring does not support; set is_decoder=True in its "
                 "config to make it a causal language model"
             )
-    if not (getattr(decoder, "_supports_attention_backend", False) or has_index(decoder.config)):
+    if not (
+        getattr(decoder, "_supports_attention_backend", False)
+        or has_index(decoder.config)
+    ):
         reason = _why_not_consulted(view)
         if reason:
             raise UnsupportedError(
                 f"{name} computes attention in its own code, not through transformers' AttentionInterface ({reason}); "
                 "use a model whose attention goes through it"
             )
-    if not (takes_positions(decoder) or uses_alibi(decoder) or numbers_itself(decoder) is not None):
+    if not (
+        takes_positions(decoder)
+        or uses_alibi(decoder)
+        or numbers_itself(decoder) is not None
+    ):
         raise UnsupportedError(
             f"{name} numbers its tokens itself (its decoder takes no position_ids), so that each rank would begin "
             "with 0; use a model whose decoder takes position_ids"
@@ -52,15 +63,27 @@ def why_no_tree(view: ModelView) -> str:
     """Name the layers that do not compute trees of segments; empty if all do."""
     if has_index(view.decoder.config):
         return "an index that chooses keys"
-    return "ALiBi, which counts distances in the row" if uses_alibi(view.decoder) else ""
+    return (
+        "ALiBi, which counts distances in the row" if uses_alibi(view.decoder) else ""
+    )
 
 
 @torch.no_grad()
 def _why_not_consulted(view: ModelView) -> str:
-    decoder, layers, others = view.decoder, view.layers.values(), {*view.stateful.values(), *view.own_attention}
+    decoder, layers, others = (
+        view.decoder,
+        view.layers.values(),
+        {*view.stateful.values(), *view.own_attention},
+    )
     with filled(decoder, zeros=True):
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
-        with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
+        ids = torch.zeros(
+            1, 2, dtype=torch.int64, device=next(decoder.parameters()).device
+        )
+        # whatever it raises whose own code misses its mask
+        with (
+            _recorded(decoder) as asking,
+            suppress(Exception),
+        ):
             decoder(input_ids=ids, use_cache=False)
     without = without_attention(decoder.config)
     silent = [
@@ -69,7 +92,9 @@ def _why_not_consulted(view: ModelView) -> str:
         if getattr(layer, "layer_idx", None) not in without
         and not any(module in asking or module in others for module in layer.modules())
     ]
-    if not layers or not (asking or any(module in others for module in decoder.modules())):
+    if not layers or not (
+        asking or any(module in others for module in decoder.modules())
+    ):
         return "no layer asks it"
     return f"{len(silent)} of {len(layers)} layers do not ask it" if silent else ""
 
@@ -79,7 +104,12 @@ def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
     asking: set[nn.Module] = set()
 
     def attend(
-        module: nn.Module, query: Tensor, _: Tensor, value: Tensor, *__: object, **___: object
+        module: nn.Module,
+        query: Tensor,
+        _: Tensor,
+        value: Tensor,
+        *__: object,
+        **___: object,
     ) -> tuple[Tensor, None]:
         asking.add(module)
         batch, heads, tokens, _size = query.shape
@@ -88,10 +118,15 @@ def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
     AttentionInterface.register(_TRIAL, attend)
     AttentionMaskInterface.register(_TRIAL, lambda **_: None)
     config = decoder.config
-    before = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    before = (
+        config._attn_implementation,
+        getattr(config, "_experts_implementation", None),
+    )
     config._attn_implementation = _TRIAL
     if before[1] is not None:
-        config._experts_implementation = "eager"  # a grouped product takes no weights without memory
+        config._experts_implementation = (
+            "eager"  # a grouped product takes no weights without memory
+        )
     try:
         yield asking
     finally:

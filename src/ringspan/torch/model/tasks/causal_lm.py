@@ -12,13 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+)
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import ReductionName
 from ringspan.torch.attention.traced import ends_of
 from ringspan.torch.consistency.fixed import Fixed, Weights
-from ringspan.torch.consistency.forward import agreeing, check_forward, in_pass, recovering
+from ringspan.torch.consistency.forward import (
+    agreeing,
+    check_forward,
+    in_pass,
+    recovering,
+)
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch import SHARDED
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
@@ -95,23 +103,38 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
                     return weights.until_backward(_in_folds(self, call, kwargs))
                 return weights.until_backward(with_shards(self, call(**kwargs)))
 
-    def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def ring_bind(
+        self: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> inspect.BoundArguments:
         return _bind(self, args, kwargs)
 
-    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         if not self.ring_is_generating and isinstance(self, FSDPModule):
             settle(self)
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    @torch.compiler.disable(recursive=False)  # ranks talk here; what is called is compiled
+    # ranks talk here; what is called is compiled
+    @torch.compiler.disable(recursive=False)
     def forward(
-        self: Any, input_ids: Tensor | None = None, position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None, num_items_in_batch: int | Tensor | None = None,
-        document_lengths: Tensor | None = None, sequence_length: int | Tensor | None = None,
-        batch_digest: Tensor | None = None, layout_digest: Tensor | None = None, real_tokens: Tensor | None = None,
-        media: Media | None = None, tree_targets: Tensor | None = None, output_router_logits: bool | None = None,
-        labels: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: object,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:  # fmt: skip
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        document_lengths: Tensor | None = None,
+        sequence_length: int | Tensor | None = None,
+        batch_digest: Tensor | None = None,
+        layout_digest: Tensor | None = None,
+        real_tokens: Tensor | None = None,
+        media: Media | None = None,
+        tree_targets: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: object,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:
         """Map local tokens (B, T) and positions to the global loss, or to local logits without labels.
 
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
@@ -127,18 +150,29 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since
                 ``parallelize``.
         """
-        if input_ids is None or position_ids is None or num_items_in_batch is None or sequence_length is None:
-            raise UnsupportedError("forward was called by itself: call model(**batch), which gathers the weights first")
+        if (
+            input_ids is None
+            or position_ids is None
+            or num_items_in_batch is None
+            or sequence_length is None
+        ):
+            raise UnsupportedError(
+                "forward was called by itself: call model(**batch), which gathers the weights first"
+            )
         renew_types(self)
         asked = _asked(kwargs)
         is_scored = asked is Asked.LOGPROBS
         router = None if is_scored else wanted_router(self, output_router_logits)
         longest = int(sequence_length)
         recording = nullcontext() if router is None else router.recorder.recording()
-        teaches = asked is Asked.LOSS and shift_labels is not None and teaches_index(self)
+        teaches = (
+            asked is Asked.LOSS and shift_labels is not None and teaches_index(self)
+        )
         if real_tokens is None and (teaches or router is not None):
             real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
-        learning = IndexLoss(real_tokens) if teaches and real_tokens is not None else None
+        learning = (
+            IndexLoss(real_tokens) if teaches and real_tokens is not None else None
+        )
         with recording as scores:
             fold: Any = kwargs.get("ring_fold")
             batch = input_ids, position_ids, longest, document_lengths, media
@@ -148,41 +182,64 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
             whole = _whole_length(longest, document_lengths)
-            found = _logprobs(self, hidden, shift_labels, whole, document_lengths, tree_targets)
+            found = _logprobs(
+                self, hidden, shift_labels, whole, document_lengths, tree_targets
+            )
             return watch_backward(found)
         auxiliary = None
         if router is not None and real_tokens is not None:
             auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
         if isinstance(asked, PerToken):
             assert shift_labels is not None, "checked by __call__"
-            return _output(auxiliary, logits=watch_backward(asked.compute(self, hidden, shift_labels)))
+            return _output(
+                auxiliary,
+                logits=watch_backward(asked.compute(self, hidden, shift_labels)),
+            )
         if shift_labels is None:
             logits = finished_logits(
-                logits_of(head_of(self), hidden), self.ring_loss.logit_scale, self.ring_loss.softcap
+                logits_of(head_of(self), hidden),
+                self.ring_loss.logit_scale,
+                self.ring_loss.softcap,
             )
             return _output(auxiliary, logits=logits)
-        weights = None if tree_targets is None or tree_targets.shape[1] == 2 else tree_targets[:, 2]
+        weights = (
+            None
+            if tree_targets is None or tree_targets.shape[1] == 2
+            else tree_targets[:, 2]
+        )
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
         if learning is None:
             return _output(auxiliary, loss=watch_backward(loss))
-        learnt = index_loss(learning, shift_labels, int(num_items_in_batch), _groups(self))
+        learnt = index_loss(
+            learning, shift_labels, int(num_items_in_batch), _groups(self)
+        )
         taught = watch_backward(loss + (learnt - learnt.detach()))
-        return LearningOutput(loss=taught, aux_loss=auxiliary, index_loss=learnt.detach())
+        return LearningOutput(
+            loss=taught, aux_loss=auxiliary, index_loss=learnt.detach()
+        )
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 
 @torch.compiler.disable()
-def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
+def _loss(
+    model: RingModel,
+    hidden: Tensor,
+    targets: Tensor,
+    count: int,
+    weights: Tensor | None = None,
+) -> Tensor:
     # Evaluation is plain cross-entropy, whatever training adds to it.
     options = model.ring_loss if model.training else _plain(model)
     if weights is None:
         total = _cross_entropy(model, hidden, targets, options, "sum")
     else:
-        total = (_cross_entropy(model, hidden, targets, options, "none") * weights).sum()
+        total = (
+            _cross_entropy(model, hidden, targets, options, "none") * weights
+        ).sum()
     return Sum.apply(total / max(count, 1), _groups(model))
 
 
@@ -203,28 +260,40 @@ def _whole_length(longest: int, document_lengths: Tensor | None) -> int:
 
 
 def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
+    return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(
+        targets.shape
+    )
 
 
-def gathered_tokens(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+def gathered_tokens(
+    model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None
+) -> Tensor:
     """Return the results (B, ``length``, ...) of all tokens on every rank of the ring, given the local ones'."""
     ring = model.ring_axis
-    split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, model.ring_folds)
+    split = BatchLayout.of(
+        model.ring_layout, length, ring.size(), document_lengths, model.ring_folds
+    )
     return Unsharded.apply(local, split, ring.get_group())
 
 
-def _in_folds(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
+def _in_folds(
+    model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]
+) -> object:
     asked = _asked(kwargs)
     if asked is Asked.LOGPROBS:
         lengths = kwargs.get("document_lengths")
         length = _whole_length(int(kwargs["sequence_length"]), lengths)
-        local = in_folds(model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)})
+        local = in_folds(
+            model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)}
+        )
         return watch_backward(gathered_tokens(model, local, length, lengths))
     found = watch_backward(in_folds(model, call, kwargs))
     return _output(None, **{"logits" if found.ndim else "loss": found})
 
 
-def whole_results(local: Tensor, tree_targets: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+def whole_results(
+    local: Tensor, tree_targets: Tensor, length: int, group: dist.ProcessGroup
+) -> Tensor:
     """Return all ranks' results (1, length, ...), given a tree's local ones (1, R, ...)."""
     whole = local.new_zeros(1, length, *local.shape[2:])
     return Sum.apply(whole.index_add(1, tree_targets[:, 1], local), [group])
@@ -235,7 +304,11 @@ def _plain(model: RingModel) -> LossOptions:
 
 
 def _cross_entropy(
-    model: RingModel, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
+    model: RingModel,
+    hidden: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    reduction: ReductionName,
 ) -> Tensor:
     tp = tensor_axis(model.ring_mesh)
     head: Any = head_of(model)
@@ -244,7 +317,9 @@ def _cross_entropy(
     if is_its_weight(plain):
         hidden = in_dtype_for(plain, hidden)
         return blockwise_cross_entropy(
-            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
+            (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(
+                0, 1
+            ),
             local_part(plain.weight),
             targets.flatten(),
             bias=None if plain.bias is None else local_part(plain.bias),
@@ -253,7 +328,9 @@ def _cross_entropy(
             **asdict(options),
         )
     _refuse_head(model, head, is_split=share is not None)
-    return called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), options, reduction)
+    return called_cross_entropy(
+        hidden.flatten(0, 1), head, targets.flatten(), options, reduction
+    )
 
 
 def _refuse_head(model: RingModel, head: nn.Module, *, is_split: bool) -> None:
@@ -272,7 +349,9 @@ def _groups(model: RingModel) -> list[dist.ProcessGroup]:
     return [model.ring_mesh.get_group(axis) for axis in ("replicate", "ring")]
 
 
-def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+def _output(
+    auxiliary: Tensor | None, **values: Any
+) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     if auxiliary is None:
         return CausalLMOutputWithPast(**values)
     return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
@@ -283,20 +362,32 @@ def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
     return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 
 
-def _bind(model: RingModel, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+def _bind(
+    model: RingModel, args: Sequence[Any], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     asked = _asked(kwargs)
     if asked is not Asked.LOSS:
-        given = {name for name, value in kwargs.items() if value is not None} - {"ring_asked"}
+        given = {name for name, value in kwargs.items() if value is not None} - {
+            "ring_asked"
+        }
         if asked is Asked.LOGPROBS and (unknown := sorted(given - SHARDED)):
-            raise UnsupportedError(f"token_logprobs takes what rs.shard_batch returned, and no {', '.join(unknown)}")
+            raise UnsupportedError(
+                f"token_logprobs takes what rs.shard_batch returned, and no {', '.join(unknown)}"
+            )
         if "input_ids" in given and "shift_labels" not in given:
-            raise UnsupportedError(f"{asked.value} needs targets; give rs.shard_batch labels or shift_labels")
+            raise UnsupportedError(
+                f"{asked.value} needs targets; give rs.shard_batch labels or shift_labels"
+            )
     return bound
 
 
 def _check_asked(model: RingModel, arguments: dict[str, Any]) -> None:
-    others = {name: value for name, value in arguments.items() if not isinstance(value, Asked | PerToken)}
+    others = {
+        name: value
+        for name, value in arguments.items()
+        if not isinstance(value, Asked | PerToken)
+    }
     check_arguments(class_name(model), others)
     check_configs(model.ring_configs)
 
@@ -327,8 +418,12 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         UnsupportedError: a model on no ring; on every rank, a batch without targets, or not from ``shard_batch``.
         PeerMismatch: ranks were given different batches, or do something else.
     """
-    if not isinstance(model, nn.Module) or not any(isinstance(part, RingCausalLM) for part in model.modules()):
-        raise UnsupportedError(f"token_logprobs needs what rs.parallelize returned, got a {type(model).__name__}")
+    if not isinstance(model, nn.Module) or not any(
+        isinstance(part, RingCausalLM) for part in model.modules()
+    ):
+        raise UnsupportedError(
+            f"token_logprobs needs what rs.parallelize returned, got a {type(model).__name__}"
+        )
     # What is no batch raises in the model's call, where the other ranks hear of it.
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     return model(**given, ring_asked=Asked.LOGPROBS)

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.loop_watch import watch_backward
@@ -33,7 +36,9 @@ def pools(model: nn.Module) -> bool:
 def refuse_classifier(view: ModelView) -> None:
     name, model, decoder = view.name, view.model, view.decoder
     if decoder not in model.children():
-        raise UnsupportedError(f"{name} has more than a decoder and its {LABELS}, which a ring does not support yet")
+        raise UnsupportedError(
+            f"{name} has more than a decoder and its {LABELS}, which a ring does not support yet"
+        )
     refuse_unsupported_decoder(view)
     refuse_router_loss(view)
     for path, module in model.named_children():
@@ -53,21 +58,30 @@ def _try_head(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     like = next(head.parameters())
     padding = model.config.get_text_config().pad_token_id
     words = [word for word in range(4) if word != padding][:3]
-    rows = [words] if padding is None else [words, [words[0], words[1], padding], [padding, *words[:2]]]
+    rows = (
+        [words]
+        if padding is None
+        else [words, [words[0], words[1], padding], [padding, *words[:2]]]
+    )
     ids = torch.tensor(rows, device=like.device)
     size = model.config.get_text_config().hidden_size
-    hidden = torch.randn(len(rows), 3, size, generator=torch.Generator().manual_seed(0)).to(like)
+    hidden = torch.randn(
+        len(rows), 3, size, generator=torch.Generator().manual_seed(0)
+    ).to(like)
     try:
         with giving(decoder, hidden):
             logits, expected = model(input_ids=ids).logits, head(hidden)
-    except Exception as error:  # whatever a model raises that has other plans for its hidden states
+    except (
+        Exception
+    ) as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(
             f"{name} makes its logits of more than its decoder's last hidden states; use transformers' own class"
         ) from error
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
     if not is_same(logits, expected):
-        refuse_not_finite(named_in(model, head), masks=False)  # of what is no number, nothing is equal
+        # of what is no number, nothing is equal
+        refuse_not_finite(named_in(model, head), masks=False)
         raise UnsupportedError(
             f"{name} has more between its decoder and its logits than its {LABELS} and the last token, which a ring "
             "does not support yet"
@@ -75,11 +89,15 @@ def _try_head(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 
 class RingClassifier(RingCausalLM):
-    def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def ring_bind(
+        self: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> inspect.BoundArguments:
         """Bind a call's arguments to names; raise for labels, log-probabilities, or texts whose ends nothing tells."""
         name = class_name(self)
         if kwargs.get("ring_asked") not in (None, Asked.ENDS):
-            raise UnsupportedError(f"{name} predicts no tokens; give token_logprobs a causal language model")
+            raise UnsupportedError(
+                f"{name} predicts no tokens; give token_logprobs a causal language model"
+            )
         bound = super().ring_bind(args, kwargs)
         if "ring_asked" in kwargs:  # with the ends of rows in place of labels
             return bound
@@ -87,8 +105,12 @@ class RingClassifier(RingCausalLM):
             raise UnsupportedError(
                 f"{name} takes no labels on a ring; compute the loss of its logits, which every rank has"
             )
-        if (lengths := bound.arguments.get("document_lengths")) is not None and lengths.ndim == 3:
-            raise UnsupportedError(f"{name} predicts no tokens; give it separate rows, and no tree of segments")
+        if (
+            lengths := bound.arguments.get("document_lengths")
+        ) is not None and lengths.ndim == 3:
+            raise UnsupportedError(
+                f"{name} predicts no tokens; give it separate rows, and no tree of segments"
+            )
         if pools(self) and isinstance(ids := bound.arguments.get("input_ids"), Tensor):
             _padding_of(self, len(ids))
         return bound
@@ -115,20 +137,36 @@ class RingClassifier(RingCausalLM):
         compute the same loss of them, whose gradients count once and are summed over replicas. ``attention_mask`` and
         ``labels`` raise in ``__call__``; they are named for callers that inspect the signature.
         """
-        assert input_ids is not None and position_ids is not None and sequence_length is not None, "by __call__"
+        assert (
+            input_ids is not None
+            and position_ids is not None
+            and sequence_length is not None
+        ), "by __call__"
         renew_types(self)
         longest = int(sequence_length)
-        hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, None)
+        hidden = local_hidden_states(
+            self, input_ids, position_ids, longest, document_lengths, None
+        )
+        # local logits (1, R, L) of ``ends_of``
         head: Any = getattr(self, LABELS)
-        if shift_labels is not None and tree_targets is not None:  # local logits (1, R, L) of ``ends_of``
-            pooled = head(hidden[:, tree_targets[:, 0]]) * (shift_labels != IGNORED)[..., None]
+        if shift_labels is not None and tree_targets is not None:
+            pooled = (
+                head(hidden[:, tree_targets[:, 0]])
+                * (shift_labels != IGNORED)[..., None]
+            )
             return SequenceClassifierOutputWithPast(logits=watch_backward(pooled))
         if not pools(self):
             return TokenClassifierOutput(logits=watch_backward(head(hidden)))
         ring = self.ring_axis
-        whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
+        whole = (
+            longest if document_lengths is None else int(document_lengths.sum(1).max())
+        )
         split = BatchLayout.of(self.ring_layout, whole, ring.size(), document_lengths)
-        places = split.positions(ring.get_local_rank()).to(input_ids.device).expand(input_ids.shape)
+        places = (
+            split.positions(ring.get_local_rank())
+            .to(input_ids.device)
+            .expand(input_ids.shape)
+        )
         last = _last_places(self, input_ids, places, whole)
         is_here = places == last[:, None]
         _refuse_padding(self, is_here, real_tokens)
@@ -143,7 +181,9 @@ class RingClassifier(RingCausalLM):
 
 def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> None:
     of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
-    found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
+    found = torch.where(
+        of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0
+    ).amax()
     for axis in ("ring", "replicate"):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=model.ring_mesh.get_group(axis))
     if row := int(found):
@@ -168,8 +208,13 @@ def _padding_of(model: RingModel, rows: int) -> int | None:
 
 def ends_of(model: RingModel, ids: Tensor, real: Tensor | None) -> Tensor:
     """Return 0 at each row's last token other than ``pad_token_id``, -100 elsewhere, (B, S)."""
-    padding, places = _padding_of(model, len(ids)), torch.arange(ids.shape[1], device=ids.device)
-    last = torch.where(ids != (-1 if padding is None else padding), places, 0).amax(1, keepdim=True)
+    padding, places = (
+        _padding_of(model, len(ids)),
+        torch.arange(ids.shape[1], device=ids.device),
+    )
+    last = torch.where(ids != (-1 if padding is None else padding), places, 0).amax(
+        1, keepdim=True
+    )
     for row in [] if real is None else (~real.gather(1, last))[:, 0].nonzero().tolist():
         raise _ends_in_padding(model, row[0])
     return torch.full_like(ids, IGNORED).scatter_(1, last, 0)

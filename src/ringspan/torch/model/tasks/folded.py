@@ -52,7 +52,9 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
         )
 
 
-def in_folds(model: RingModel, call: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+def in_folds(
+    model: RingModel, call: Callable[..., Any], arguments: dict[str, Any]
+) -> Tensor:
     """Return the loss of a pass in folds, or what it computes of each local token. Differentiable.
 
     Args:
@@ -60,7 +62,9 @@ def in_folds(model: RingModel, call: Callable[..., Any], arguments: dict[str, An
         call: its pass over some tokens, which gathers weights.
         arguments: of a pass over all local tokens, checked.
     """
-    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+    trains = torch.is_grad_enabled() and any(
+        parameter.requires_grad for parameter in model.parameters()
+    )
     run = _Pass(model, call, arguments, trains=trains)
     if not trains:
         return run.forward()
@@ -80,7 +84,9 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         run, ctx.run = ctx.run, None
         if run is None:
-            raise RuntimeError("a pass in folds is differentiated once; compute the loss again")
+            raise RuntimeError(
+                "a pass in folds is differentiated once; compute the loss again"
+            )
         run.backward(gradients[0])
         return None, None
 
@@ -88,12 +94,26 @@ class _Folded(torch.autograd.Function):
 class _Pass:
     """A pass in folds, and what its backward needs."""
 
-    def __init__(self, model: RingModel, call: Callable[..., Any], arguments: dict[str, Any], *, trains: bool) -> None:
-        self._model, self._call, self._arguments, self._trains = model, call, arguments, trains
+    def __init__(
+        self,
+        model: RingModel,
+        call: Callable[..., Any],
+        arguments: dict[str, Any],
+        *,
+        trains: bool,
+    ) -> None:
+        self._model, self._call, self._arguments, self._trains = (
+            model,
+            call,
+            arguments,
+            trains,
+        )
         ring, step = model.ring_axis, model.ring_step
         tokens = arguments["input_ids"].shape[1]
         self._tokens = tokens // step.folds
-        layouts = fold_layouts(step.layout, ring.size() * tokens, ring.size(), step.folds)
+        layouts = fold_layouts(
+            step.layout, ring.size() * tokens, ring.size(), step.folds
+        )
         keeps = trains and step.checkpoint != "full"
         self._folds = Folds(layouts, step.offload, keeps_results=keeps, trains=trains)
         self._as_then: list[Callable[[], Any]] = []
@@ -112,10 +132,23 @@ class _Pass:
 
     def backward(self, gradient: Tensor) -> None:
         for number in reversed(range(len(self._folds.layouts))):
-            with in_call("a backward pass"), recovering(self._model), calling_parts("a backward pass"):
+            with (
+                in_call("a backward pass"),
+                recovering(self._model),
+                calling_parts("a backward pass"),
+            ):
                 sharding = sharded_after_layers(self._model)
-                same_batch, as_then = agreeing(self._model, self._arguments), self._as_then[number]
-                with torch.enable_grad(), self._switches(), as_then(), same_batch, sharding:
+                same_batch, as_then = (
+                    agreeing(self._model, self._arguments),
+                    self._as_then[number],
+                )
+                with (
+                    torch.enable_grad(),
+                    self._switches(),
+                    as_then(),
+                    same_batch,
+                    sharding,
+                ):
                     found = self._compute(number, is_again=True)
                 own = gradient[:, self._part(number)] if gradient.ndim else gradient
                 torch.autograd.backward(found, own.to(found.dtype))
@@ -123,7 +156,10 @@ class _Pass:
 
     def _compute(self, number: int, *, is_again: bool) -> Tensor:
         part = self._part(number)
-        arguments = {name: value[:, part] if name in _OF_TOKENS else value for name, value in self._arguments.items()}
+        arguments = {
+            name: value[:, part] if name in _OF_TOKENS else value
+            for name, value in self._arguments.items()
+        }
         output = self._call(**arguments, ring_fold=Fold(self._folds, number, is_again))
         return output.logits if output.loss is None else output.loss
 

@@ -42,9 +42,15 @@ def refuse_headless(view: ModelView) -> None:
             f"{name} does more with its decoder's hidden states than one token at a time; use an AutoModelForCausalLM, "
             "or its decoder by itself with a loss of your own"
         )
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
+    inner = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module is not model
+    ]
     if len(inner) > (decoder is not model):
-        raise UnsupportedError(f"{name} has several models of transformers inside; give it one decoder")
+        raise UnsupportedError(
+            f"{name} has several models of transformers inside; give it one decoder"
+        )
     refuse_weights(model)
     refuse_attention(replace(view, stateful={}))
     if view.stateful:
@@ -54,7 +60,9 @@ def refuse_headless(view: ModelView) -> None:
         )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
-            raise UnsupportedError(f"{name} must mix tokens in attention only ({path} is a {type(module).__name__})")
+            raise UnsupportedError(
+                f"{name} must mix tokens in attention only ({path} is a {type(module).__name__})"
+            )
     refuse_rope_by_length(name, decoder.config, "a decoder without a head is not told")
     refuse_router_loss(view)
     _refuse_not_causal(name, decoder)
@@ -67,7 +75,9 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
     if like.is_meta:
         return
     generator = torch.Generator().manual_seed(0)
-    hidden, other = torch.randn(2, 1, 4, text_config(decoder.config).hidden_size, generator=generator).to(like)
+    hidden, other = torch.randn(
+        2, 1, 4, text_config(decoder.config).hidden_size, generator=generator
+    ).to(like)
     modes = {module: module.training for module in decoder.modules()}
     decoder.eval()
     try:
@@ -75,13 +85,17 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
         hidden[:, -1] = other[:, -1]
         second = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
     except Exception as error:  # whatever it raises that takes no embeddings
-        raise UnsupportedError(f"{name} cannot be called with inputs_embeds alone, which a ring needs") from error
+        raise UnsupportedError(
+            f"{name} cannot be called with inputs_embeds alone, which a ring needs"
+        ) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
     rounding = 16 * torch.finfo(like.dtype).eps * float(first.abs().max())
     if not torch.allclose(first[:, :-1], second[:, :-1], rtol=0, atol=rounding):
-        raise UnsupportedError(f"{name} is not causal: an earlier token sees a later one, but must not")
+        raise UnsupportedError(
+            f"{name} is not causal: an earlier token sees a later one, but must not"
+        )
 
 
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
@@ -96,7 +110,10 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
                 check_configs(self.ring_configs)
                 if self.ring_decoder == "":
                     _check_arguments(self, args, kwargs)
-                facts.alike, facts.alike_in_ring = pass_facts(self), _facts_of_ring(args, kwargs)
+                facts.alike, facts.alike_in_ring = (
+                    pass_facts(self),
+                    _facts_of_ring(args, kwargs),
+                )
             weights = Weights(self)
             with recovering(self):
                 output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,14 +123,23 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         renew_types(self)
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        return forward(*args, **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}))
+        return forward(
+            *args,
+            **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}),
+        )
 
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
     without = _without_cache(forward_of(decoder))
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        voted(model, "the decoder's forward pass", lambda: _check_arguments(model, args, kwargs))
+    def look(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        voted(
+            model,
+            "the decoder's forward pass",
+            lambda: _check_arguments(model, args, kwargs),
+        )
         return args, kwargs | without
 
     decoder.register_forward_pre_hook(look, with_kwargs=True)
@@ -121,11 +147,20 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
     """Return the arguments that turn off a cache, which the config may ask for in every pass."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+    return (
+        {"use_cache": False}
+        if "use_cache" in inspect.signature(forward).parameters
+        else {}
+    )
 
 
-def _check_arguments(model: RingModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, given = class_name(model), {key: value for key, value in kwargs.items() if value is not None}
+def _check_arguments(
+    model: RingModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    name, given = (
+        class_name(model),
+        {key: value for key, value in kwargs.items() if value is not None},
+    )
     if args or "inputs_embeds" not in given or "position_ids" not in given:
         raise UnsupportedError(
             f"the decoder of {name} is called as decoder(inputs_embeds=..., position_ids=...) on a ring; make both "
@@ -136,14 +171,20 @@ def _check_arguments(model: RingModel, args: tuple[Any, ...], kwargs: dict[str, 
             f"{', '.join(unknown)} cannot be honoured by the decoder of {name} on a ring; leave it out"
         )
     if given.get("use_cache"):
-        raise UnsupportedError(f"use_cache=True: the decoder of {name} keeps no cache on a ring; leave it out")
+        raise UnsupportedError(
+            f"use_cache=True: the decoder of {name} keeps no cache on a ring; leave it out"
+        )
     if given.get("return_dict") is False:
-        raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
+        raise UnsupportedError(
+            "return_dict=False is not supported on a ring; it must be True"
+        )
     ring, embeddings = model.ring_axis, given["inputs_embeds"]
     length = ring.size() * embeddings.shape[1]
     layout = Layout(model.ring_layout, length, ring.size())  # pyright: ignore[reportArgumentType]
     positions = given["position_ids"]
-    expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
+    expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(
+        positions.device
+    )
     if positions.shape[-1] != len(expected) or not bool((positions == expected).all()):
         raise LayoutError(
             f"position_ids are not those of the layout {layout.name}; use rs.shard_features(features, mesh, "
@@ -156,7 +197,9 @@ def _check_arguments(model: RingModel, args: tuple[Any, ...], kwargs: dict[str, 
 def _facts_of_ring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     return {
-        f"shape of {name}": tuple(value.shape) for name, value in sorted(given.items()) if isinstance(value, Tensor)
+        f"shape of {name}": tuple(value.shape)
+        for name, value in sorted(given.items())
+        if isinstance(value, Tensor)
     }
 
 
@@ -181,15 +224,23 @@ def shard_features(
     """
     mesh = ring_mesh(mesh)
     shapes = {name: tuple(tensor.shape[:2]) for name, tensor in features.items()}
-    if not features or len(set(shapes.values())) > 1 or len(next(iter(shapes.values()))) < 2:
-        raise UnsupportedError(f"features must be tensors (batch, tokens, ...) of one batch and length, got {shapes}")
+    if (
+        not features
+        or len(set(shapes.values())) > 1
+        or len(next(iter(shapes.values()))) < 2
+    ):
+        raise UnsupportedError(
+            f"features must be tensors (batch, tokens, ...) of one batch and length, got {shapes}"
+        )
     if "position_ids" in features:
         raise UnsupportedError("position_ids are those of the layout; leave them out")
     ring, length = mesh.get_group("ring"), next(iter(shapes.values()))[1]
     split, rank = Layout(layout, length, ring.size()), ring.rank()
     found = {name: shard(tensor, split, rank, 1) for name, tensor in features.items()}
     device = next(iter(features.values())).device
-    return found | {"position_ids": torch.from_numpy(split.positions(rank))[None].to(device)}
+    return found | {
+        "position_ids": torch.from_numpy(split.positions(rank))[None].to(device)
+    }
 
 
 def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -199,4 +250,6 @@ def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
     gradients, summed over ranks, equal one process's.
     """
     mesh = ring_mesh(mesh)
-    return watch_backward(Sum.apply(value, [mesh.get_group(axis) for axis in ("replicate", "ring")]))
+    return watch_backward(
+        Sum.apply(value, [mesh.get_group(axis) for axis in ("replicate", "ring")])
+    )

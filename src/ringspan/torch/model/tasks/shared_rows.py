@@ -27,7 +27,11 @@ class SharedRows:
     """Rows of a whole batch, computed as the branches of a tree: each target counts as in its row."""
 
     def __init__(
-        self, model: RingModel, whole: Mapping[str, Tensor], least: int, device: torch.device | None = None
+        self,
+        model: RingModel,
+        whole: Mapping[str, Tensor],
+        least: int,
+        device: torch.device | None = None,
     ) -> None:
         """Find what rows share in ``least`` tokens or more.
 
@@ -42,13 +46,17 @@ class SharedRows:
             )
         real, ids = real_tokens(whole), whole["input_ids"]
         targets, device = targets_of(whole, real), device or ids.device
-        keep = torch.ones_like(ids, dtype=torch.bool).cpu() if real is None else real.cpu()
+        keep = (
+            torch.ones_like(ids, dtype=torch.bool).cpu() if real is None else real.cpu()
+        )
         if not bool(keep[keep.any(1), 0].all()) and not may_begin_anywhere(model):
             raise UnsupportedError(
                 "shared_prefix=True: this model's positions count padding on the left; pad on the right or leave it out"
             )
         full = keep.any(1).nonzero()[:, 0].tolist()
-        tree, tokens, places = shared_prefixes([ids[row].cpu().long()[keep[row]].numpy() for row in full], least)
+        tree, tokens, places = shared_prefixes(
+            [ids[row].cpu().long()[keep[row]].numpy() for row in full], least
+        )
         self.places = torch.zeros(ids.shape, dtype=torch.int64)
         for row, own in zip(full, places, strict=True):
             self.places[row, keep[row]] = torch.from_numpy(own)
@@ -56,23 +64,34 @@ class SharedRows:
         if targets is not None:
             wanted = (targets != IGNORED).cpu()
             pairs = torch.stack((self.places[wanted], targets.cpu()[wanted]), 1)
-            unique, inverse, counts = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+            unique, inverse, counts = pairs.unique(
+                dim=0, return_inverse=True, return_counts=True
+            )
             self.count = len(unique)
             self.results = torch.full(ids.shape, self.count)
             self.results[wanted] = inverse
-            scored = Scored(unique[:, 0], unique[:, 1], torch.arange(self.count), counts)
+            scored = Scored(
+                unique[:, 0], unique[:, 1], torch.arange(self.count), counts
+            )
         self.group: Any = model.ring_axis.get_group()
         self.layout: BatchLayoutName = model.ring_layout
         row = torch.from_numpy(tokens)[None]
         self.local = shard_tree(row, tree, scored, model.ring_mesh, self.layout, device)
-        self.local["sequence_length"] = torch.tensor(ids.shape[1])  # by which dynamic frequencies go
+        # by which dynamic frequencies go
+        self.local["sequence_length"] = torch.tensor(ids.shape[1])
 
     def of_targets(self, local: Tensor) -> Tensor:
         """Return results (B, S, ...) of the rows' targets, 0 without one, given the local targets' (1, R, ...)."""
-        whole = whole_results(local, self.local["tree_targets"], self.count + 1, self.group)
+        whole = whole_results(
+            local, self.local["tree_targets"], self.count + 1, self.group
+        )
         return whole[0][self.results.to(local.device)]
 
     def of_tokens(self, local: Tensor) -> Tensor:
         """Return the rows' logits (B, S, V), without a meaning on padding, given the local tokens'."""
-        split = BatchLayout.of(self.layout, self.length, self.group.size(), self.local["document_lengths"])
-        return Unsharded.apply(local, split, self.group)[0][self.places.to(local.device)]
+        split = BatchLayout.of(
+            self.layout, self.length, self.group.size(), self.local["document_lengths"]
+        )
+        return Unsharded.apply(local, split, self.group)[0][
+            self.places.to(local.device)
+        ]
