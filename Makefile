@@ -83,8 +83,9 @@ package: $(STAMP) ## build wheel and sdist into dist, and check what is in them
 mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (three minutes; SAMPLE=12 for the day's)
 	RINGSPAN_SAMPLE=$(SAMPLE) RINGSPAN_DAY=$$(date +%j) OMP_NUM_THREADS=1 $(BIN)/pytest -m seeded tests/mutants $(ARGS)
 
-fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples
-	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
+fuzz: $(STAMP) ## run the property tests with 25 times as many, new, random examples, then options at random (RINGSPAN_DRAWS=2000, RINGSPAN_SECONDS, RINGSPAN_SEED)
+	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS); properties=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.combinations.run && exit $$properties
 
 long: $(STAMP) ## run what the tests leave out: more cases of models, trainers and commands, prompts of 5,000 tokens
 ifdef ARGS
