@@ -9,16 +9,16 @@ from ringspan.core.geometry.mask import FORMS, Mask, causal
 from ringspan.core.messages.numbers import described, integer, is_a, real
 from ringspan.core.names import LayoutName
 
-# Tokens that a feed-forward works on at once where blocks cost nothing. Each block adds the gradients of the weights to
-# their float32 sums: enough tokens that this is little beside its products, and few enough that a block is small beside
-# what the ring holds in backward.
+# Tokens of a feed-forward's block that costs nothing. Each block adds its weight gradients to float32 sums: it has
+# enough tokens that this takes little time next to its matrix products, and few enough that it is small next to what
+# the ring holds in backward.
 FREE_CHUNK_TOKENS: Final = 4096
-# Local tokens from which norms run in blocks of so many by default. What a block makes stays in a cache, which a CPU's
-# norms of 32K tokens need and those of 8K do not; below, computing them again is what remains of it.
+# Default block of norms, used from this number of local tokens on. A block's temporaries stay in a CPU's cache, which
+# pays at 32K tokens and not at 8K: there only the cost of recomputing remains.
 FREE_NORM_TOKENS: Final = 4 * FREE_CHUNK_TOKENS
 
-# Of generation: tokens of a prompt that a rank reads at once, so that what a chunk computes stays small beside a long
-# cache; and new tokens below which every rank computes all of them: a pass is then one message per layer, not N.
+# Generation reads a prompt in chunks of PREFILL_TOKENS per rank, so that a chunk's temporaries stay small next to a
+# long cache. Below SPLIT_FROM_TOKENS new tokens, every rank computes all of them: one message per layer instead of N.
 PREFILL_TOKENS: Final = 4096
 SPLIT_FROM_TOKENS: Final = 32
 

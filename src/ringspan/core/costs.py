@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from ringspan.core.names import CheckpointName
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Rows of a weight gradient of lower precision that exist before they are added to the sum of higher precision.
+# Rows of a low-precision weight gradient that are computed at once and then added to the float32 sum.
 PRODUCT_ROWS: Final = 4096
 _FLOAT32: Final = DTYPE_BYTES["float32"]
 
@@ -39,7 +39,7 @@ def saved_bytes(
     if checkpoint == "none":
         queries = s * (outs + 2 * sizes.kv_heads * sizes.head_dim)
         feedforward = 0 if feedforward_in_chunks else 4 * s * sizes.intermediate
-        # transformers' keeps a copy of its input
+        # transformers' norm keeps a copy of its input.
         norm = 2 * s * sizes.hidden + _FLOAT32 * (sizes.hidden + 1)
         return layers * (2 * norm + queries + attention + feedforward)
     inputs = -(-layers // layers_per_checkpoint)
@@ -51,9 +51,10 @@ def saved_bytes(
 class LossBytes(NamedTuple):
     """Bytes of the blockwise loss, except its arguments and the gradient of ``hidden``."""
 
-    sums: int  # gradients of weight and bias, as long as the loss is there
-    block: int  # one block of logits, and what is made of it
-    rounded: int  # the weight's gradient in the weight's own dtype, where that is not the sum's; after the last block
+    sums: int  # gradients of weight and bias, held as long as the loss
+    block: int  # one block of logits, and what is computed from it
+    # The weight's gradient in the weight's dtype, after the last block; 0 if the sum has that dtype.
+    rounded: int
 
     @property
     def peak(self) -> int:

@@ -5,8 +5,7 @@ from typing import Final
 
 from ringspan.core.errors import ConfigError
 
-# Of each role, the names that are recognised. ``fsdp`` is none of them: it is ``dp_shard`` to some, ``dp_shard`` x
-# ``cp`` to others.
+# The recognised names of each role. ``fsdp`` is left out: some mean ``dp_shard`` by it, others ``dp_shard`` x ``cp``.
 WELL_KNOWN: Final[Mapping[str, tuple[str, ...]]] = {
     "replicate": ("replicate", "dp_replicate"),  # other examples, the same weights
     "shard": ("dp_shard",),  # other examples, other shards of the weights

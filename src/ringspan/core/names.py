@@ -5,15 +5,15 @@ from typing import Final, Literal, TypeVar, get_args
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 
 LayoutName = Literal["contiguous", "striped", "zigzag"]
-# the last one depends on the documents
+# ``balanced`` depends on the documents of a sequence.
 BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
-# from the fastest to the most frugal
+# In order from the fastest to the most frugal.
 CheckpointName = Literal["none", "attention", "full"]
 OffloadName = Literal["none", "activations"]
-# over all keys, or over those that are chosen
+# ``dense`` is over all keys, ``sparse`` over the chosen ones.
 IndexLossName = Literal["none", "dense", "sparse"]
-# of the sequences of a step, over what works at the same time
+# How a step's sequences are dealt to the replicas that work at the same time.
 BalanceName = Literal["none", "flops"]
 CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
 GradientCommDtypeName = Literal["exact", "bfloat16"]
@@ -24,11 +24,12 @@ KernelName = Literal[
 ]
 JaxKernelName = Literal["xla", "pallas", "triton"]
 LossName = Literal["auto", "blockwise", "liger"]
-# for the tokens that branches of a tree share
+# How often the loss counts a token that branches of a tree share.
 PrefixLossName = Literal["once", "each", "none"]
-ReductionName = Literal["sum", "none"]  # of the losses of all tokens
-DtypeName = Literal["float32", "bfloat16"]  # of a training run
-# of memory
+# ``none`` keeps the loss of each token.
+ReductionName = Literal["sum", "none"]
+DtypeName = Literal["float32", "bfloat16"]
+# What memory is used for.
 Category = Literal[
     "parameters",
     "gradients",
@@ -41,7 +42,7 @@ ChunkTokens = int | Literal["auto"]
 
 LAYOUT_NAMES: Final[tuple[LayoutName, ...]] = get_args(LayoutName)
 BATCH_LAYOUT_NAMES: Final[tuple[BatchLayoutName, ...]] = get_args(BatchLayoutName)
-# which takes another one between its groups
+# ``ulysses`` is a prefix: another route runs between its groups.
 ROUTE_NAMES: Final[tuple[str, ...]] = (
     *get_args(RouteName),
     "ulysses",

@@ -87,6 +87,11 @@ def _scores(
 
 
 def _logsumexp(scores: Array, sinks: Array | None) -> Array:
+    """Return ``log(sum(exp(scores)))`` over keys, with a sink's logit as one more key; -inf without any.
+
+    Scores (B, H, Q, K) and sinks (H,) -> (B, H, Q). The largest score is subtracted first, so that exp does not
+    overflow.
+    """
     if sinks is not None:
         column = np.broadcast_to(sinks[None, :, None, None], (*scores.shape[:-1], 1))
         scores = np.concatenate((scores, column), axis=-1)
@@ -97,6 +102,7 @@ def _logsumexp(scores: Array, sinks: Array | None) -> Array:
 
 
 def _probabilities(scores: Array, lse: Array) -> Array:
+    """Return ``exp(scores - lse)``; 0 in a row without keys."""
     return np.exp(scores - np.where(np.isneginf(lse), 0.0, lse)[..., None])
 
 

@@ -66,7 +66,7 @@ class Tokens(NamedTuple):
 
 
 def seen_in(mask: Mask, length: int) -> Callable[[Integers], Seen]:
-    """Return what tells the keys that queries at some positions see; MaskError if one sees several regions."""
+    """Return a function from positions to the keys that queries there see; MaskError if one sees several regions."""
     table = mask.table(length, length)
     table = table[np.argsort(table[:, 0], kind="stable")]
     if (table[1:, 0] < table[:-1, 1]).any():
@@ -77,6 +77,11 @@ def seen_in(mask: Mask, length: int) -> Callable[[Integers], Seen]:
 
 
 def _seen(table: Integers, positions: Integers) -> Seen:
+    """Return the keys [first, stop) that queries at ``positions`` see.
+
+    ``table`` has regions in order of their queries, which do not overlap: a query's region is the last that begins at
+    or before it, and ``lo <= q - k <= hi`` within its keys leaves ``max(k0, q - hi) <= k < min(k1, q - lo + 1)``.
+    """
     if not len(table):
         return Seen(np.zeros_like(positions), np.zeros_like(positions))
     q0, q1, k0, k1, lo, hi = table[
@@ -105,7 +110,7 @@ def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Held]:
 
 
 def wanted(held: Held, readers: Held, reach: int = EVERYTHING) -> NDArray[np.bool_]:
-    """Return which positions a reader sees that follows within ``reach``."""
+    """Mark the held positions that a reader sees within ``reach``: the next reader is of the same document."""
     places = np.searchsorted(readers.positions, held.positions)
     following, first = (np.append(each, -1)[places] for each in readers)
     return (
@@ -127,7 +132,7 @@ def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     )
 
 
-@lru_cache(maxsize=4)  # for all ranks of a layout
+@lru_cache(maxsize=4)  # few, as each covers all ranks of a layout
 def _held(layout: Layout, mask: Mask) -> list[Held]:
     return seeing(layout, seen_in(mask, layout.length))
 
@@ -164,5 +169,5 @@ def _entries_before(tokens: int, most: float, size: int) -> float:
 
 
 def position_bytes(length: int) -> int:
-    """Return the bytes of a position below ``length``, or of none."""
+    """Return the bytes of a position below ``length``, or of the mark for no position."""
     return next(size for size in (2, 3, 4) if length < 1 << 8 * size)

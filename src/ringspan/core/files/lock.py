@@ -11,10 +11,10 @@ from ringspan.core.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # not Unix: nothing is locked there
+except ImportError:  # nothing is locked outside Unix
     fcntl = None
 
-_GRACE_SECONDS: Final = 1.0  # for a process that has just been killed
+_GRACE_SECONDS: Final = 1.0  # for a process that was just killed to let go
 
 
 class FileLock:
@@ -49,7 +49,7 @@ class FileLock:
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
             )
         except OSError:
-            return  # whoever writes there says what is wrong
+            return  # writing there will fail with a better message
         deadline = time.monotonic() + _GRACE_SECONDS
         while True:
             try:
@@ -65,11 +65,12 @@ class FileLock:
                 )
                 os.close(descriptor)
                 raise ConfigError(f"{self._holding} {holder}; {self._remedy}") from None
-            except OSError:  # a file system without locks
+            except OSError:  # the file system has no locks
                 os.close(descriptor)
                 return
         self._descriptor = descriptor
-        with suppress(OSError):  # a full disk: the lock holds without a name
+        # On a full disk the lock holds without the holder's name.
+        with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(
                 descriptor,

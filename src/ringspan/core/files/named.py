@@ -16,12 +16,12 @@ ADAPTER_CONFIG: Final = (
 )
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 MODEL_CONFIG: Final = "config.json"
-_MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
+_MOST_BYTES: Final = 16 << 20  # a model's config has a few thousand
 
 
 def read_small(path: str | Path) -> str:
     """Read a text file without its byte order mark; OSError if large or not a plain file (some never end)."""
-    # to open a pipe would wait for its writer
+    # Opening a pipe would wait for its writer.
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(
@@ -76,7 +76,7 @@ def why_no_folder(path: Path) -> str | None:
         there = next(
             parent for parent in (path, *path.absolute().parents) if parent.exists()
         )
-    except OSError as error:  # too long a name
+    except OSError as error:  # such as a name that is too long
         return error.strerror or type(error).__name__
     if not there.is_dir():
         return f"{there} is a file"

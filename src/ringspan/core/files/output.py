@@ -19,7 +19,8 @@ def refusal(error: BaseException) -> RingspanError | None:
     """Return the refusal for an exception, if it is one or of unwritable output, else None."""
     if isinstance(error, RingspanError):
         return error
-    if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure
+    # Only stdout or stderr without a reader counts: a broken socket is a failure.
+    if isinstance(error, BrokenPipeError):
         return (
             ClosedPipe() if any(map(_nobody_reads, (sys.stdout, sys.stderr))) else None
         )
@@ -43,7 +44,7 @@ def drop_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        # None where the shell has closed it
+        # The stream is None if the shell has closed it.
         except (
             AttributeError,
             OSError,
@@ -54,11 +55,11 @@ def drop_output() -> None:
 
 
 def _nobody_reads(stream: TextIO | None) -> bool:
-    if stream is None:  # where the shell has closed it
+    if stream is None:  # the shell has closed it
         return False
     poll = select.poll()
     try:
         poll.register(stream.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # no file
+    except (AttributeError, OSError, ValueError):  # not a file
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -12,7 +12,7 @@ from ringspan.core.messages.lines import one_line
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
-# what a model has beside its weights
+# A model's other files: configs, tokenizer, code.
 _BESIDE: Final = re.compile(r"[^/]+\.json|.+\.py")
 _PICKLES: Final = ".bin", ".pth", ".pt"
 _SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -104,6 +104,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _why_none(names: Collection[str], single: str, index: str) -> str:
+    """Explain that neither ``single`` nor ``index`` is among ``names``: which other weights are, and the remedy."""
     first = min(
         (name for name in names if name.endswith((".safetensors", *_PICKLES))),
         default=None,

@@ -19,27 +19,25 @@ from ringspan.core.geometry.tree import Tree
 from ringspan.core.messages.numbers import described, integer, is_a
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
 
-CHUNK_TOKENS: Final = 128  # below, kernels lose more than balance gains
-_EVEN: Final = 0.03  # of a rank's mean work: what the busiest may have more
-_LEAST_LEEWAY: Final = (
-    0.25  # of the tolerances: with less, far more is sent for hardly better balance
-)
-_CANDIDATES: Final = (
-    64  # ways to split a rank's part of a long document into an early and a late chunk
-)
-_SWEEPS: Final = 4  # over all cut documents
-# Of a rank's mean work:
-_TOLERANCE: Final = (
-    0.005  # what may be left to no rank, so that fewer documents are cut
-)
-_LARGE: Final = 0.02  # what is less is levelled out by what comes
-_OVER_FOR_ONE_CHUNK: Final = (
-    0.02  # what one chunk may be above two, which are sent to more ranks
-)
-# Of the first of these:
-# by how much a document that stays whole may add to it
-_MORE_FOR_NO_CUT: Final = 1 / 16
-_MORE_FOR_FEWER_RANKS: Final = 1 / 4  # and one that goes to fewer ranks than it could
+# Kernels lose more on smaller chunks than balance gains.
+CHUNK_TOKENS: Final = 128
+# A placement is good enough if the busiest rank has at most this share of the mean work above the mean.
+_EVEN: Final = 0.03
+# Tolerances shrink to this factor at least: below, far more is sent for hardly better balance.
+_LEAST_LEEWAY: Final = 0.25
+# Ways that are tried to split a rank's part of a long document into an early and a late chunk.
+_CANDIDATES: Final = 64
+_SWEEPS: Final = 4  # at most, over all cut documents
+# The next three are shares of the mean work of a rank.
+# Work that may be left to no rank, so that fewer documents are cut.
+_TOLERANCE: Final = 0.005
+# A document with less excess work than this is levelled out by those that follow.
+_LARGE: Final = 0.02
+# One chunk may have this much more work than two, which would be sent to more ranks.
+_OVER_FOR_ONE_CHUNK: Final = 0.02
+# The next two are shares of the tolerance: how much of it one document may use up.
+_MORE_FOR_NO_CUT: Final = 1 / 16  # to stay whole
+_MORE_FOR_FEWER_RANKS: Final = 1 / 4  # to go to fewer ranks than it could
 
 FloatArray = NDArray[np.floating]
 
@@ -78,7 +76,7 @@ def batch_layout(
         )
     known = find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError)
     if folds != 1:
-        # so that the work has a bound; fewer tokens than chunks are padded
+        # A bound on the work: more folds than tokens would only add padding.
         check_folds(name, folds)
         if folds > max(1, length):
             raise LayoutError(
@@ -98,8 +96,12 @@ def batch_layout(
     )
 
 
-@lru_cache(maxsize=256)  # of all sequences of a batch
+@lru_cache(maxsize=256)  # enough for the sequences of a batch
 def _balanced(mask: Mask, length: int, ranks: int, chunk_tokens: int) -> CustomLayout:
+    """Place documents with ever smaller tolerances until the busiest rank is near the mean; return the best layout.
+
+    A large tolerance cuts few documents, so that little is sent; a small one balances better.
+    """
     cut, leeway = stretches(mask, length), 1.0
     found: list[Placing] = []
     while leeway >= _LEAST_LEEWAY:
@@ -126,6 +128,7 @@ class Cut:
 def cut_in_order(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray
 ) -> Cut:
+    """Cut a document into one chunk per rank, in the order of ``ranks``, with ``counts`` tokens each."""
     edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
     pairs = np.diff(some.before(stretch, edges))
     return Cut(
@@ -145,8 +148,12 @@ def cut_by_work(
     wanted: FloatArray,
     above: float,
 ) -> Cut:
-    """Cut two chunks per rank, early and late (little and much work), that sum to the wanted work."""
-    # One chunk if that costs at most ``above`` more, as under a window.
+    """Cut an early and a late chunk per rank, with little and much work, that sum to the wanted work.
+
+    Chunks are taken from both ends inwards: for three ranks the document is cut into 0 1 2 2 1 0. Under a causal mask a
+    later chunk sees more, so moving tokens from a rank's early chunk to its late one adds work at the same count.
+    """
+    # One chunk is enough if it has at most ``above`` too much work, as under a window, whose work is even.
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:
         return in_order
@@ -200,9 +207,18 @@ def level(
 
 
 class Placing:
+    """Documents placed one after the other onto ranks with equal room, within a tolerance of the mean work."""
+
     def __init__(
         self, some: Stretches, length: int, ranks: int, chunk_tokens: int, leeway: float
     ) -> None:
+        """Set up a placement: each rank has room for its share of the tokens and lacks the mean work.
+
+        ``free``: tokens that each rank has room for. ``lacking``: work that each rank is below the mean; negative above
+        it. ``order``: documents (stretches) by work per token, densest first; those to come always have less work per
+        token. ``least_pairs`` over ``least_tokens``: the least work that the last n tokens of that order can have, as a
+        curve.
+        """
         self.some, self.length, self.ranks, self.chunk_tokens = (
             some,
             length,
@@ -219,15 +235,14 @@ class Placing:
         self.numbers = np.arange(1, ranks + 1)
         self.tokens = some.stops - some.starts
         self.order = np.lexsort((some.starts, -self.tokens, -some.pairs / self.tokens))
-        # The least work that so many tokens of the last documents can be.
         self.least_tokens = np.concatenate(
             ([0.0], self.tokens[self.order][::-1].cumsum())
         )
         self.least_pairs = np.concatenate(
             ([0.0], some.pairs[self.order][::-1].cumsum())
         )
-        self.missing = 0.0  # ``_missing`` of what has been placed
-        # of documents that are whole
+        self.missing = 0.0  # ``_missing`` after the documents placed so far
+        # Rank of each document that stays whole, else -1.
         self.home: IntArray = np.full(len(self.tokens), -1)
         self.cuts: list[Cut] = []
 
@@ -237,6 +252,11 @@ class Placing:
         return -float(self.lacking.min())
 
     def place_all(self) -> None:
+        """Place the large documents, which may be cut, then the small ones by ``ranks`` at a time, and level the cuts.
+
+        A document is large if its work exceeds by more than ``large`` the work that its number of tokens has in the
+        documents after it: these cannot even it out.
+        """
         tokens, pairs = self.tokens[self.order], self.some.pairs[self.order]
         rest = len(self.order) - 1 - np.arange(len(self.order))
         densities = self.least_pairs[rest] / np.maximum(self.least_tokens[rest], 1)
@@ -252,7 +272,12 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        # Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
+        """Place large documents, densest first: whole if the others can still be balanced, else cut.
+
+        Whole documents are tried 2, 4, 8, ... at a time, which asks for the balance once; after a failure the ranks are
+        restored and fewer are tried, down to one, which ``_place`` may cut.
+        """
+        # Placing one more can only worsen the bound, so if it holds after several, it held after each.
         done, together = 0, 1
         while done < len(documents):
             if together == 1:
@@ -278,6 +303,11 @@ class Placing:
         return max(self.slack, missing + more * self.slack)
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
+        """Put documents whole on the rank with room and the largest excess work; return the ranks.
+
+        A rank's excess is the work that it lacks beyond what its free tokens would have at ``density``, the mean work
+        per token of the documents to come. Stops at the first document that no rank has room for.
+        """
         homes: list[int] = []
         tokens, pairs = (
             self.tokens[documents].tolist(),
@@ -297,11 +327,11 @@ class Placing:
         return homes
 
     def _place(self, stretch: int, density: float) -> bool:
-        """Place a document whole if the rest (returned) can balance the others, else over the fewest ranks."""
+        """Place a document whole if the rest can balance it (True), else over the fewest ranks."""
         tokens, pairs = int(self.tokens[stretch]), int(self.some.pairs[stretch])
         excess = self.lacking - density * self.free
         fits = self.free >= tokens
-        # the rank that would have all of it, and how much work that would leave to no rank
+        # The rank that would take the whole document, and the work that would then be left to no rank.
         best, above = (
             -1,
             np.inf,
@@ -350,6 +380,11 @@ class Placing:
         excess: FloatArray,
         ranks: IntArray,
     ) -> tuple[IntArray, IntArray, FloatArray]:
+        """Share a document among ranks in proportion to their excess; return the ranks, tokens and expected work.
+
+        ``wanted`` is the document's work beyond ``density`` per token: a rank gets ``density`` per token, and a share
+        of it.
+        """
         shares = np.maximum(excess[ranks], 0.0)
         shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
         shares = (
@@ -363,13 +398,19 @@ class Placing:
     def _missing_after(
         self, ranks: IntArray, tokens: IntArray, work: FloatArray
     ) -> float:
+        """Return ``_missing`` if these ranks took these tokens with this work."""
         free, lacking = self.free.copy(), self.lacking.copy()
         free[ranks] -= tokens
         lacking[ranks] -= work
         return self._missing(free, lacking)
 
     def _missing(self, free: IntArray, lacking: FloatArray) -> float:
-        """Return the work above the mean if later documents could be cut at will."""
+        """Return how far some rank must end above the mean, even if the documents to come could be cut at will.
+
+        Ranks that need the least work per free token get too much first. Any n of them have room for some number of
+        tokens, which have at least the work that the curve ``least_pairs`` gives: what they do not lack of it, over n,
+        is too much.
+        """
         needed = np.where(
             free > 0,
             lacking / np.maximum(free, 1),
@@ -398,8 +439,12 @@ class Placing:
         self.missing = self._missing(self.free, self.lacking)
 
     def _place_small(self, documents: IntArray, density: float) -> None:
+        """Put small documents whole on the rank with the largest excess, see ``_homes``; cut those that fit on no rank.
+
+        The ranks wait in a heap with the largest excess on top. An entry whose excess has changed since is dropped.
+        """
         excess = self.lacking - density * self.free
-        # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
+        # There may be thousands of documents, and Python reads single numbers faster from a list than from an array.
         free, lacking = self.free.tolist(), self.lacking.tolist()
         excesses: list[float] = excess.tolist()
         heap = [(-each, rank) for rank, each in enumerate(excesses)]
@@ -409,7 +454,7 @@ class Placing:
             self.some.pairs[documents].tolist(),
         )
         for stretch, count, work in zip(documents.tolist(), tokens, pairs, strict=True):
-            # what it said of a rank holds no longer
+            # Drop entries whose excess has changed since.
             while -heap[0][0] != excesses[heap[0][1]]:
                 heappop(heap)
             rank = heap[0][1]
@@ -436,6 +481,7 @@ class Placing:
         self.lacking[:] = lacking
 
     def _fill(self, stretch: int) -> Cut:
+        """Cut a document over the ranks with most room, each filled in turn."""
         ranks = np.argsort(-self.free, kind="stable")
         filled = self.free[ranks].cumsum()
         tokens = int(self.tokens[stretch])
@@ -444,6 +490,10 @@ class Placing:
         return cut_in_order(self.some, stretch, ranks, counts)
 
     def layout(self) -> CustomLayout:
+        """Return the layout: whole documents, chunks of cut ones and padding, as runs in order of rank and position.
+
+        Adjacent runs of a rank are joined. Padding gets the positions from ``length`` on, rank by rank.
+        """
         whole = np.flatnonzero(self.home >= 0)
         runs = np.concatenate(
             [
@@ -451,7 +501,7 @@ class Placing:
                     (self.home[whole], self.some.starts[whole], self.tokens[whole]), 1
                 ),
                 *(np.array(cut.chunks, np.int64) for cut in self.cuts),
-                # padding
+                # Padding fills the room that is left.
                 np.stack(
                     (
                         self.numbers - 1,
@@ -464,7 +514,7 @@ class Placing:
         )
         runs = runs[runs[:, 2] > 0]
         ranks, starts, counts = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
-        # Runs of a rank that lie side by side are one, but for padding.
+        # Join runs of a rank that touch, but keep padding apart.
         is_first = (
             (ranks[1:] != ranks[:-1])
             | (starts[1:] != starts[:-1] + counts[:-1])
@@ -493,7 +543,7 @@ def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
         room = free - counts
         active = np.where(room > 0, weights, 0.0)
         ideal = active / active.sum() * left
-        # fewer are left than ranks: one each, to the largest remainders
+        # If fewer tokens are left than ranks, the largest remainders get one each.
         add = np.minimum(np.floor(ideal).astype(np.int64), room)
         if not add.any():
             for rank in np.lexsort((np.arange(len(ideal)), -ideal)).tolist():

@@ -25,7 +25,7 @@ def layout_name(name: str) -> LayoutName:
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)
 
 
-# not a data class, of which thousands take long to make and to hash
+# A named tuple, since layouts may have thousands and a data class is slow to construct and to hash.
 class Span(NamedTuple):
     """An arithmetic run of positions: ``start, start + step, ..., start + (count - 1) * step``."""
 
@@ -58,7 +58,7 @@ class Layout:
     def __post_init__(self) -> None:
         layout_name(self.name)
         for name in ("length", "ranks", "members"):
-            # Of numpy's, which would not be one in a cache's key or an operator's argument, too.
+            # numpy's integers too become int: they would not do as a cache's key or an operator's argument.
             number = integer(getattr(self, name), name, LayoutError, at_least=1)
             object.__setattr__(self, name, number)
 
@@ -98,7 +98,7 @@ class Layout:
             return (Span(rank, tokens, self.ranks),)
         chunk = tokens // 2
         # Chunks r and 2N - 1 - r: an early one that sees little and a late one that sees much.
-        # Four ranks hold 0 7, 1 6, 2 5 and 3 4; the last two lie side by side and are one span.
+        # Four ranks hold 0 7, 1 6, 2 5 and 3 4; 3 and 4 are adjacent and so one span.
         mirrored = 2 * self.ranks - 1 - rank
         if mirrored == rank + 1:
             return (Span(rank * chunk, tokens),)
@@ -154,6 +154,7 @@ def _of_whole_numbers(run: Span) -> Span:
 
 
 def _wrong(start: int, count: int, step: int, end: int) -> str:
+    """Say what is wrong with a run, given the end of the run before it."""
     if count < 1:
         return f"a run of {count} positions at {start}; each needs at least one"
     if step != 1:
@@ -194,7 +195,7 @@ class CustomLayout(Layout):
                 "a custom layout takes a list of runs (start, count) for each rank, as in [[(0, 8)], [(8, 8)]], "
                 f"got {described(parts)}"
             ) from error
-        # A cache makes a layout for every token, of runs that are integers.
+        # A cache builds a layout for every token; its runs are integers already, so skip the conversion.
         if not {int}.issuperset(
             map(type, chain.from_iterable(chain.from_iterable(spans)))
         ):
@@ -236,18 +237,18 @@ class CustomLayout(Layout):
     def _hash(self) -> int:
         return hash((self.length, self.parts))
 
-    def __hash__(
-        self,
-    ) -> int:  # once: there may be thousands of runs, and caches ask for every layer
+    # Hashed once, since there may be thousands of runs and caches ask for every layer.
+    def __hash__(self) -> int:
         return self._hash
 
     def __post_init__(self) -> None:
+        """Raise LayoutError for the first run, by position, that is empty, stepped, negative or overlapping."""
         object.__setattr__(self, "length", integer(self.length, "length", LayoutError))
         if not self.parts or self.length < 1:
             raise LayoutError(
                 f"a layout needs at least one rank and one token, got {len(self.parts)} and {self.length}"
             )
-        # There may be thousands: as an array of start, count and step, in the order of positions.
+        # There may be thousands of runs, so they are checked as an array of (start, count, step), by start.
         numbers = chain.from_iterable(chain.from_iterable(self.parts))
         spans = np.fromiter(numbers, np.int64).reshape(-1, 3)
         spans = spans[spans[:, 0].argsort(kind="stable")]

@@ -87,10 +87,9 @@ class Mask:
     @cached_property
     def overlap(self) -> tuple[Region, Region] | None:
         """Two regions that allow the same pair, whose score would count twice, or None."""
-        near: list[
-            Region
-        ] = []  # those whose queries may still meet the next one's: few, in packed documents one
-        # A sweep in the order of the first query: of many documents, each is compared with few.
+        # Sweep in the order of the first query and keep only regions whose queries may still meet the next one's: one,
+        # for packed documents.
+        near: list[Region] = []
         for region in sorted(region for region in self.regions if not region.is_empty):
             near = [other for other in near if other.q1 > region.q0]
             for other in near:
@@ -190,7 +189,7 @@ class Mask:
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
         """Return the non-empty regions clipped to that size: columns q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
-        # Number by number, which for thousands of regions is faster than tuple by tuple.
+        # Flattened to numbers, which is faster than tuple by tuple for thousands of regions.
         rows = np.fromiter(
             chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)
         ).reshape(-1, 6)
@@ -202,7 +201,7 @@ class Mask:
         self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Return a boolean matrix (queries, keys) for these positions; MaskError for overlapping regions."""
-        # Counted, not combined with or: regions that overlap would go unnoticed.
+        # Regions are counted, as a logical or would not notice overlaps.
         q, k = query_positions[:, None], key_positions[None, :]
         counts = np.zeros((len(query_positions), len(key_positions)), dtype=np.int64)
         for q0, q1, k0, k1, lo, hi in self.regions:
@@ -350,7 +349,7 @@ def chunked(size: int, *, length: int) -> Mask:
         integer(*each, MaskError, at_least=1)
         for each in ((size, "size"), (length, "length"))
     )
-    # Chunks are documents of one length; the last one is shorter where the length asks for it.
+    # Chunks are documents of one length, except that the last may be shorter.
     whole, rest = divmod(length, size)
     return Mask(
         documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}"

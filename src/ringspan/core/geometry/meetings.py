@@ -18,11 +18,12 @@ from ringspan.core.geometry.tile import Tile, join, meet
 IntArray = NDArray[np.int64]
 Spans = tuple[Span, ...]
 
-MOST_MEETINGS: Final = 1 << 15  # in one numpy call: bounds the memory of a schedule
+# Meetings in one numpy call, which bounds the memory of a schedule.
+MOST_MEETINGS: Final = 1 << 15
 
 
 class Runs(NamedTuple):
-    """Spans of step one of several blocks, by position: block and storage index."""
+    """Spans of step one of several blocks, by position; ``stored`` is the storage index of a span's first token."""
 
     block: IntArray
     start: IntArray
@@ -31,6 +32,11 @@ class Runs(NamedTuple):
 
     @staticmethod
     def of(blocks: Sequence[Spans], first_stored: Sequence[int]) -> "Runs":
+        """Sort all blocks' runs by position.
+
+        ``first_stored`` has the storage index of each block's first token; a block's runs are stored one after the
+        other. So ``Runs.of([((8, 2), (0, 4))], [0])`` has starts 0 and 8, stored from 2 and 0.
+        """
         numbers = chain.from_iterable(chain.from_iterable(blocks))
         start, count, _ = np.fromiter(numbers, np.int64).reshape(-1, 3).T
         held = np.array(list(map(len, blocks)))
@@ -43,6 +49,8 @@ class Runs(NamedTuple):
 
 
 class Meetings(NamedTuple):
+    """Numbers of the query run and of the key run of each meeting, and its bounds (``tile.meet``)."""
+
     queries: IntArray
     keys: IntArray
     met: IntArray
@@ -101,7 +109,7 @@ class Cells(NamedTuple):
     def summed(self, weights: IntArray, step: int) -> IntArray:
         """Sum ``weights`` over the key stripes that each query stripe meets. Shape (step,)."""
         # Stripe a meets ``f(a - d0 + 1) - f(a - d1 + 1)`` of a cell with ``f(t) = max(t - k0, 0) - max(t - k1, 0)``:
-        # four ramps, each from its knot on, of which slopes and values are summed up.
+        # four ramps, each from its knot on. Adding up their slopes and values gives all stripes at once.
         slopes, values = np.zeros((2, step + 1), np.int64)
         for edge, bound, sign in (
             (self.k0, self.d0, 1),
@@ -147,7 +155,7 @@ def stripe_cells(
         k_edges[:, None, :, None],
         d_edges[:, None, None, :],
     )
-    # One pair of stripes of each cell, if it has one.
+    # Try one pair of stripes of each cell: all of its pairs meet the region the same way.
     row = np.maximum(q[:, :-1], d[..., :-1] + k[:, :, :-1])
     key = np.minimum(k[:, :, 1:] - 1, row - d[..., :-1])
     where = np.nonzero(
@@ -172,7 +180,8 @@ def stripe_hulls(
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
-        # From that whose keys begin first, or end last on, until no later one can hold an earlier, or later, key.
+        # Try regions in the order in which their keys begin (for last keys, end) until none that follows can hold an
+        # earlier (later) key.
         columns, left, done = (
             regions[(sign * regions[:, 2 + side]).argsort(kind="stable")].T,
             able,
@@ -195,6 +204,11 @@ def stripe_hulls(
 
 
 def _differences(step: int, regions: IntArray) -> NDArray[np.bool_]:
+    """Mark the differences a - b mod ``step`` of stripes a and b that occur between a query and a key of some region.
+
+    A region's pairs have every ``q - k`` from ``low`` to ``high``, so stripes meet at all only if theirs is one of
+    these modulo the number of stripes: with 4 stripes, ``0 <= q - k <= 1`` marks 0 and 1. Shape (step,).
+    """
     q0, q1, k0, k1, low, high = regions.T
     low, high = np.maximum(low, q0 - k1 + 1), np.minimum(high, q1 - 1 - k0)
     opened = np.zeros(2 * step + 1, np.int64)
@@ -205,6 +219,7 @@ def _differences(step: int, regions: IntArray) -> NDArray[np.bool_]:
 
 
 def transposed(regions: IntArray) -> IntArray:
+    """Exchange queries and keys: ``lo <= q - k <= hi`` becomes ``-hi <= k - q <= -lo``."""
     return regions[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
 
 
@@ -230,10 +245,11 @@ def bands_between(
         )
     (stripe,) = mine
     found: list[tuple[Tile, ...]] = [()] * len(blocks)
-    # Halves of stripes are those of positions: each half of all stripes is met as if regions ended there.
+    # On the route bidirectional a block is half a stripe, and the first halves of all stripes are the first half of all
+    # positions. So each half is met as if the regions ended there.
     halves: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, (first, block) in enumerate(zip(first_stored, blocks, strict=True)):
-        for span in block:  # half of a token is none
+        for span in block:  # none, if a half has no token
             halves.setdefault((first, first + span.count), []).append(
                 (span.start % stripe.step, number)
             )
@@ -257,6 +273,7 @@ def bands_between(
 def _run_bands(
     mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_queries: bool
 ) -> list[tuple[Tile, ...]]:
+    """Return each block's tiles against the runs ``mine``, in storage indices, with touching tiles joined."""
     found: list[list[Tile]] = [[] for _ in range(count)]
     for one, key, met in meet_runs(mine, blocks, regions):
         met[:2] += mine.stored[one]
@@ -278,7 +295,7 @@ def _stripe_bands(
     first, stop = (
         keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query)
     )
-    # In the order of tiles, so that those of each rank are.
+    # Sort all tiles once, so that each rank's are in order too.
     order = np.lexsort(bounds[::-1])
     order = order[first[order] < stop[order]]
     bounds, first, stop = bounds[:, order], first[order], stop[order]

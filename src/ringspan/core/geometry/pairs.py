@@ -19,10 +19,9 @@ class Stretches:
     starts: IntArray
     stops: IntArray
     pairs: IntArray
-    regions: IntArray  # regions in the order of their stretches. Shape (R, 6).
-    first_region: (
-        IntArray  # first region of each stretch, and the number of regions at the end
-    )
+    regions: IntArray  # in the order of their stretches. Shape (R, 6).
+    # The first region of each stretch, and the number of regions at the end.
+    first_region: IntArray
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
@@ -32,7 +31,7 @@ class Stretches:
 def stretches(mask: Mask, length: int) -> Stretches:
     """Split a sequence into stretches; unseeing, unseen positions form stretches without pairs."""
     regions = bound(mask.table(length, length))
-    # A region ties together all from its first query or key to its last.
+    # A region ties together all positions from its first query or key to its last.
     firsts, lasts = (
         np.minimum(regions[:, 0], regions[:, 2]),
         np.maximum(regions[:, 1], regions[:, 3]),
@@ -55,7 +54,7 @@ def stretches(mask: Mask, length: int) -> Stretches:
         if len(opens)
         else opens
     )
-    # Gaps between them, before the first and behind the last.
+    # Add the gaps: between stretches, before the first and after the last.
     gap_starts, gap_stops = np.concatenate(([0], stops)), np.append(starts, length)
     is_gap = gap_starts < gap_stops
     begins = np.concatenate((starts, gap_starts[is_gap]))

@@ -5,7 +5,8 @@ from typing import Final
 
 from ringspan.core.geometry.layout import CustomLayout
 
-BLOCK_TOKENS: Final = 64  # written one after the other to one rank: shares differ by no more, and runs stay few
+# Tokens written to one rank in a row: shares differ by at most this number, and runs stay few.
+BLOCK_TOKENS: Final = 64
 
 Runs = tuple[tuple[int, int], ...]  # (start, count) of consecutive positions, in order
 
@@ -16,7 +17,7 @@ class Shares:
     def __init__(self, ranks: int) -> None:
         self.length = 0
         self._runs: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        # who is being written to, and how many tokens of its block are left
+        # The rank being written to, and the tokens that are left of its block.
         self._writer, self._left = (
             0,
             0,
@@ -37,7 +38,7 @@ class Shares:
         assert count >= pieces, "a piece of every rank has a token"
         counts = self.counts()
         fewest = sorted(range(self.ranks), key=lambda rank: (counts[rank], rank))
-        # What does not divide evenly goes to those who hold least, so that shares stay level over many steps.
+        # The remainder goes to the ranks that hold least, so that shares stay level over many steps.
         extra = set(
             [*fewest, *(pieces - 1 - rank for rank in fewest)][: count % pieces]
         )

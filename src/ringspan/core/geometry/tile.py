@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-# not a data class, of which thousands take long to make and to hash
+# A named tuple, since masks may have thousands and a data class is slow to construct and to hash.
 class Tile(NamedTuple):
     """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
 
@@ -66,8 +66,8 @@ class Tile(NamedTuple):
     def _pairs_from(self, bound: int) -> int:
         """Count pairs with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them."""
         rows, keys = self.num_rows, self.num_keys
-        first = min(max(bound, 0), rows)  # rows before see nothing
-        # rows from here see every key
+        first = min(max(bound, 0), rows)  # earlier rows see nothing
+        # From this row on, rows see every key.
         saturated = min(max(bound + keys - 1, first), rows)
         ramp = saturated - first
         return (
@@ -139,7 +139,7 @@ class Tile(NamedTuple):
 
 def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
     """Return the part of a rectangle with ``lo <= i - j <= hi``, trimmed; None if empty."""
-    # Rows first that are out of reach of every key, then keys out of reach of every row that is left.
+    # First cut off rows out of reach of every key, then keys out of reach of every remaining row.
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
     k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
     if q0 >= q1 or k0 >= k1:
@@ -171,7 +171,7 @@ def meet(
         np.minimum(-((k_start - k1) // step), k_count),
     )
     empty = (i1 <= i0) | (j1 <= j0) | (lo > hi)
-    # As in ``cut``: rows that see no key, then keys that no row sees.
+    # Like ``cut``: first cut off rows that see no key, then keys that no row sees.
     i0, i1 = np.maximum(i0, j0 + lo), np.minimum(i1, j1 + hi)
     j0, j1 = np.maximum(j0, i0 - hi), np.minimum(j1, i1 - lo)
     i1 = np.where(empty | (j1 <= j0), i0, i1)
@@ -186,6 +186,13 @@ def join(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _join_causal(tiles: list[Tile]) -> list[Tile]:
+    """Join two causal squares along the diagonal, and the rectangle left of the lower one, to a larger causal square.
+
+    a . . .         a . . .
+    a a . .         a a . .
+    c c b .   ->    a a a .
+    c c b b         a a a a
+    """
     pool = {(tile.q0, tile.k0): tile for tile in tiles}
     for corner in sorted(pool):
         while (
@@ -208,8 +215,11 @@ def _join_causal(tiles: list[Tile]) -> list[Tile]:
 
 
 def _join_full(tiles: list[Tile]) -> list[Tile]:
+    """Join FULL rectangles: first side by side with the same rows, then above each other with the same keys.
+
+    Four quarters of a rectangle become two halves, upper and lower, and then the rectangle. Other tiles stay.
+    """
     rest = [tile for tile in tiles if not tile.is_full]
-    # Side by side first, by equal rows; then what came of it one below the other, by equal keys.
     rows = {(tile.q0, tile.q1, tile.k0): tile for tile in tiles if tile.is_full}
     for key in sorted(rows, key=lambda key: key[2]):
         while (left := rows.get(key)) and (

@@ -85,7 +85,7 @@ class Tree(NamedTuple):
         return counts
 
     def positions(self, length: int) -> np.ndarray:
-        """Return each token's position in its branch; what pads the row to ``length`` counts on."""
+        """Return each token's position in its branch; padding up to ``length`` counts on from the last."""
         moved = np.array(self.starts) - np.cumsum([0, *self.lengths[:-1]])
         moved = np.repeat(moved, self.lengths)
         return np.arange(length) + np.pad(moved, (0, length - len(moved)), mode="edge")
@@ -98,7 +98,7 @@ class Tree(NamedTuple):
         return places
 
     def mask(self, window: int | None = None, chunk: int | None = None) -> Mask:
-        """Return the mask, with a window, or in chunks of ``chunk`` positions that no query sees beyond."""
+        """Return the mask, with a window, or in chunks of ``chunk`` branch positions that no query sees beyond."""
         return tree(*(self if chunk is None else self._in_chunks(chunk)), window=window)
 
     def _in_chunks(self, chunk: int) -> "Tree":
@@ -133,11 +133,12 @@ def _branch_starts(lengths: Iterable[int], parents: Iterable[int]) -> list[int]:
 
 
 class _Segments:
-    """Segments by their end in storage; a run is a stored chain of segments: one causal region."""
+    """Segments, stored from ``ends[i]`` to ``ends[i + 1]``; a run is a chain stored in one piece: a causal region."""
 
     def __init__(self, ends: list[int], parents: list[int]) -> None:
         self.ends, self.parents = ends, parents
-        self.first = [0] * len(parents)  # of each segment's run
+        # The first segment of each segment's run.
+        self.first = [0] * len(parents)
         for number, parent in enumerate(parents):
             self.first[number] = (
                 self.first[parent] if number and parent == number - 1 else number
@@ -148,6 +149,7 @@ class _Segments:
         ]
 
     def own(self, hi: int) -> Iterator[Region]:
+        """Yield each run's causal region with itself, with at most ``hi`` tokens back."""
         for run in self.runs:
             start, stop = self.ends[run[0]], self.ends[run[-1] + 1]
             yield Region(start, stop, start, stop, 0, hi)
@@ -155,7 +157,7 @@ class _Segments:
     def shared(self) -> Iterator[Region]:
         """Yield the tokens of runs that branch off against what they continue."""
         last = {run[0]: run[-1] for run in self.runs}
-        # tokens of other runs that see a segment
+        # For each segment the ranges of later tokens, in other runs, that see it.
         later: list[list[tuple[int, int]]] = [[] for _ in self.parents]
         seen: list[Ranges] = [()] * len(self.parents)
         for number in reversed(range(len(self.parents))):
@@ -175,6 +177,11 @@ class _Segments:
                     )
 
     def shared_within(self, window: int) -> Iterator[Region]:
+        """Yield each run's region with the runs that it continues, as far back as the window reaches.
+
+        A branch's tokens are not adjacent in storage. Between two runs the distance in storage exceeds that on the
+        branch by a constant c (``behind``), so ``window - 1`` tokens back become ``q - k <= window - 1 + c``.
+        """
         place = _branch_starts(np.diff(self.ends).tolist(), self.parents)
         for run in self.runs:
             start, stop, parent = (
@@ -202,7 +209,7 @@ class Shared(NamedTuple):
     """Rows as the branches of a tree."""
 
     tree: Tree
-    tokens: np.ndarray  # the segments, one after the other
+    tokens: np.ndarray  # all segments, one after the other
     places: list[np.ndarray]  # places of each row's tokens in ``tokens``
 
 
@@ -219,7 +226,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:
     parts: list[np.ndarray] = []
     before: list[np.ndarray] = []  # places of each segment's branch
     places = [np.zeros(0, np.int64)] * len(rows)
-    # rows of the order, and the segment that they continue
+    # Ranges of the sorted rows that share a beginning, and the segment that they continue.
     todo = [(0, len(order), -1)]
     while todo:
         first, stop, parent = todo.pop()

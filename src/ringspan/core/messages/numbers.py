@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 
 from ringspan.core.errors import ConfigError, RingspanError
 
-# beyond every position; sums of a few such numbers still fit an int64
+# Larger than any position, and small enough that sums of a few fit an int64.
 LARGEST_INTEGER: Final = 1 << 60
 
 
@@ -38,7 +38,7 @@ def _whole(value: object, name: str, error: type[RingspanError]) -> int:
             return int(float(value))
         try:
             return index(cast(Any, value))
-        # what libraries raise for an array that is no integer
+        # Libraries raise these for an array that is not an integer.
         except (
             TypeError,
             ValueError,
@@ -91,7 +91,7 @@ def check_whole(
     name: str, value: object, least: int = 1, *, otherwise: str = ""
 ) -> None:
     """Raise ConfigError unless an option is an integer >= ``least``; ``otherwise`` names other values."""
-    # even 2.0: it would be kept, and no range takes it
+    # Even 2.0 raises: the option would stay a float, which range() does not take.
     try:
         if isinstance(value, float):
             raise ConfigError(f"{name} must be an integer, got {described(value)}")

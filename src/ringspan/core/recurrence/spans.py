@@ -14,9 +14,8 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.tree import Tree
 
-CHAIN_SPANS: Final = (
-    8  # up to so many spans, as few bytes as possible; beyond, few rounds
-)
+# Up to this number of spans a chain sends the fewest bytes; beyond, doubling takes fewer rounds.
+CHAIN_SPANS: Final = 8
 
 
 class Place(NamedTuple):
@@ -130,7 +129,8 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
     # Spans are in the order of the state's path; one that does not pass states on has A = 0.
     rounds: dict[int, list[Message]] = {}
     for first, last in _runs(links):
-        spans = last - first  # those whose prefixes somebody needs, all but the last
+        # The last span only receives: no span needs its prefix.
+        spans = last - first
         steps = _chain(first, last) if spans <= chain_spans else _doubling(first, spans)
         for number, message in steps:
             rounds.setdefault(number, []).append(message)
@@ -138,6 +138,7 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
 
 
 def _runs(links: Links) -> Iterator[tuple[int, int]]:
+    """Yield each run (first, last) of spans through which a state passes, from the one that starts it to its end."""
     first = 0
     for span in range(1, len(links.takes) + 1):
         takes = span < len(links.takes) and links.takes[span]
@@ -150,6 +151,7 @@ def _runs(links: Links) -> Iterator[tuple[int, int]]:
 
 
 def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
+    """Yield (round, message): each span sends its state to the next, one span per round."""
     for number, span in enumerate(range(first, last)):
         is_prefix_needed = span + 1 < last
         yield (
@@ -161,6 +163,12 @@ def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
 
 
 def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
+    """Yield (round, message) of a parallel prefix: 1, 2, 4, ... spans ahead, then every prefix one span on.
+
+    In round r a span receives what the span 2^r before it has, and composes it before its own map: afterwards it covers
+    2^(r+1) spans, or all from the first. Four spans 0 to 3 and the last, 4: 0>1 1>2 2>3, then 0>2 1>3, then 1>2 2>3
+    3>4. Span 1 takes its state from span 0 in round 0, so the last round leaves it out.
+    """
     delivered: set[int] = set()
     number, reach = 0, 1
     while reach < spans:
@@ -220,7 +228,7 @@ def halo_loans(
     places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]
 ) -> tuple[Loan, ...]:
     """Return the owners of the ``width`` inputs before each span, by target and position."""
-    # As far back as any sequence of the batch needs them; spans are in the order of their positions.
+    # A span borrows as far back as any sequence of the batch needs.
     loans: list[Loan] = []
     for target in range(len(places)):
         left = max(
@@ -242,9 +250,9 @@ def branches_of(
     layout: Layout, tree: Tree
 ) -> tuple[tuple[Place, ...], tuple[int, ...]]:
     """Return the cut spans, and the number of the one before each on its branch, -1 before the first."""
-    # padding belongs to the last segment
+    # Padding belongs to the last segment.
     begins = [*accumulate(tree.lengths[:-1], initial=0)]
-    last: dict[int, int] = {-1: -1}  # span of each segment
+    last: dict[int, int] = {-1: -1}  # the last span so far of each segment
     places: list[Place] = []
     before: list[int] = []
     for place in places_of(layout):
@@ -267,7 +275,7 @@ def branch_rounds(before: Sequence[int], *, reverse: bool = False) -> Rounds:
         edges = [(last - target, last - source) for source, target in reversed(edges)]
     sources = {source for source, _ in edges}
     rounds: defaultdict[int, list[Message]] = defaultdict(list)
-    # round in which a span has all that it passes on
+    # The round in which a span has all that it passes on.
     level: defaultdict[int, int] = defaultdict(int)
     for source, target in edges:
         rounds[level[source]].append(

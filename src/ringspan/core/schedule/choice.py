@@ -14,7 +14,8 @@ from ringspan.core.schedule.timing import Speeds, forward_pass, sent_bytes
 from ringspan.core.schedule.workspace import Shape
 from ringspan.core.step_config import StepConfig
 
-WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
+# Another route must save three percent: the model of time is not more accurate than that.
+WORTH_IT: Final = 0.97
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def choose_route(
             ("ring", "pass-q"),
             key=lambda route: sent_bytes(layout, keys, mask, route, shape, ends),
         )
-    # they have no Ulysses groups
+    # Custom layouts have no Ulysses groups.
     others = other_routes(layout.ranks, shape, speeds.ranks_per_node)
     if isinstance(layout, CustomLayout) or isinstance(keys, CustomLayout):
         others = (route for route in others if not route.startswith("ulysses"))

@@ -23,7 +23,8 @@ from ringspan.core.schedule.steps import (
 )
 from ringspan.core.selection import Tokens
 
-_LOSS_BYTES: Final = 4  # an index's divergence from attention, 0 if it does not learn
+# A float32: the index's divergence from attention, 0 unless the index learns.
+_LOSS_BYTES: Final = 4
 
 
 @dataclass(frozen=True)

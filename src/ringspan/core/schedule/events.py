@@ -33,12 +33,12 @@ from ringspan.core.schedule.workspace import Gradients
 
 
 def forward(part: Part) -> Iterator[Event]:
+    """Yield the events of a forward pass, group of heads by group."""
     if part.schedule.gathered is not None:
         yield from _forward_of_gathered(part, part.schedule.gathered)
         return
-    last: list[
-        Buffer
-    ] = []  # sums, and what arrived last: variables until the next group has its own
+    # A group's sums and last arrival: the loop's variables hold them until the next group has its own.
+    last: list[Buffer] = []
     for number in range(part.head_groups):
         last = yield from Walk(part, number).forward(last)
     yield from drop(*last)
@@ -105,6 +105,11 @@ class _Gathering(Walk):
         )
 
     def fetch(self) -> Steps[None]:
+        """Start receiving this group's keys from their owners, and sending the rank's own.
+
+        In place, they arrive in the kernel's input. Else each message has a buffer of its own, which ``arrive``
+        decodes into the keys; peers that need the same ranges share a packed copy.
+        """
         if self._in_place:
             self._keys = yield from make(self._token * self.plan.num_keys)
             for sides in self.plan.posts:
@@ -135,6 +140,7 @@ class _Gathering(Walk):
         yield from drop(coded, *packed.values())
 
     def keys(self) -> Steps[Buffer]:
+        """Return the group's keys on their way, with the next group's transfers started."""
         if not self.first_message:
             yield from self.fetch()
         if self.following is not None:
@@ -149,6 +155,11 @@ class _Gathering(Walk):
                 yield from drop(block, arrival)
 
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
+        """Compute dq, dk and dv stage by stage as keys arrive, then send dk and dv to the keys' owners.
+
+        Gradients add up in float32 (``sum_itemsize``). Those of 16-bit inputs (``is_short``) may wait for each other,
+        and each row is then written once; dq is written in 16 bits, dk and dv as they are sent.
+        """
         shape, part, kernel = self.shape, self.part, self.part.kernel
         token, sent_token = self.gradient_token
         is_short, returns_short = (
@@ -162,7 +173,7 @@ class _Gathering(Walk):
         )
         sums = [DeferredSum(*each) for each in zip(tokens, counts, strict=True)]
         if not is_short:
-            sums[0] = DeferredSum(0, part.tokens)  # it lies in the results
+            sums[0] = DeferredSum(0, part.tokens)  # dq adds up in the result itself
         for stage in self.plan.stages:
             yield from self.arrive(stage)
             yield Compute(stage, 0)

@@ -17,9 +17,8 @@ from ringspan.core.geometry.ranges import Ranges, size, stored, union
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunches
 
-MOST_MESSAGES: Final = (
-    256  # messages of one post: NCCL may hang on more (pytorch/pytorch#174942)
-)
+# Messages of one post; NCCL may hang on more (pytorch/pytorch#174942).
+MOST_MESSAGES: Final = 256
 
 
 class Piece(NamedTuple):
@@ -106,7 +105,7 @@ class Gathered:
         )
 
 
-# positions of an owner's tokens, and where it stores the first
+# Positions of an owner's tokens, the owner, and the storage index of the first.
 _Found = tuple[Span, int, int]
 
 

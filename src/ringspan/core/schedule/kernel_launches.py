@@ -9,8 +9,9 @@ from typing import Final, NamedTuple
 from ringspan.core.geometry.ranges import Ranges
 from ringspan.core.geometry.tile import Tile
 
-SHORT: Final = 512  # a tile whose rows see so many keys or fewer, on average
-_CACHED = 1024  # sets of tiles remembered for each way to group them
+# Tiles are short if their rows see this number of keys or fewer, on average.
+SHORT: Final = 512
+_CACHED = 1024  # sets of tiles that each way of grouping remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,19 @@ def keys_a_row(tiles: tuple[Tile, ...]) -> float:
 
 @lru_cache(_CACHED)
 def bands(tiles: tuple[Tile, ...]) -> KernelLaunches:
+    """Return a launch for each tile, for kernels that take any band."""
     return tuple(KernelLaunch.of(tile) for tile in tiles)
 
 
 @lru_cache(_CACHED)
 def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
+    """Return a launch for each FULL, causal or anticausal piece (``Tile.split``)."""
     return tuple(KernelLaunch.of(piece) for tile in tiles for piece in tile.split())
 
 
 @lru_cache(_CACHED)
 def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call for each FULL or square causal piece, or its mirror: kernels differ on other corners."""
+    """Return a launch for each FULL, square causal or mirrored piece: kernels disagree on the corner of others."""
     return tuple(
         KernelLaunch.of(square)
         for tile in tiles
@@ -76,6 +79,17 @@ def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 
 def _square(tile: Tile) -> tuple[Tile, ...]:
+    """Split a FULL, causal or anticausal tile into FULL and square ones.
+
+    A causal tile with more rows than keys is a square, and a FULL rectangle of the rows below it, which see every key:
+
+        a . .         a . .
+        a a .         a a .
+        a a a   ->    a a a
+        a a a         b b b
+
+    An anticausal one is mirrored, split and mirrored back.
+    """
     if tile.is_full or tile.num_rows == tile.num_keys:
         return (tile,)
     if not tile.is_causal:  # anticausal
@@ -85,7 +99,7 @@ def _square(tile: Tile) -> tuple[Tile, ...]:
             m.mirrored(here.num_rows, here.num_keys).shifted(tile.q0, tile.k0)
             for m in mirrored
         )
-    last = tile.q0 + tile.num_keys  # from here on rows see every key
+    last = tile.q0 + tile.num_keys  # from this row on, rows see every key
     square = Tile(tile.q0, last, tile.k0, tile.k1, 0, tile.num_keys - 1)
     return square, Tile.full(last, tile.q1, tile.k0, tile.k1)
 
@@ -110,7 +124,7 @@ class Window(NamedTuple):
 
 @lru_cache(_CACHED)
 def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call for tiles with one window, consecutive in rows and keys: packed documents."""
+    """Return a launch for each chain of tiles with one window, consecutive in rows and keys, like packed documents."""
     found: dict[Window, list[list[Tile]]] = {}
     for tile in sorted(tiles):
         same = found.setdefault(Window.of(tile), [])
@@ -148,6 +162,7 @@ def _readable(tile: Tile) -> tuple[Tile, ...]:
 
 @lru_cache(_CACHED)
 def whole(tiles: tuple[Tile, ...]) -> KernelLaunches:
+    """Return one launch for all tiles."""
     return (KernelLaunch.of(*tiles),) if tiles else ()
 
 

@@ -13,7 +13,7 @@ MAX_WAITING: Final = 5
 class Segment(NamedTuple):
     start: int
     stop: int
-    # numbers of the partials, in the order in which they came
+    # Numbers of the partials, in order of arrival.
     partials: tuple[int, ...]
 
 

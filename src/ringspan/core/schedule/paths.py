@@ -22,7 +22,7 @@ from ringspan.core.geometry.meetings import (
 from ringspan.core.geometry.ranges import Ranges, union
 from ringspan.core.schedule.route import IntArray, Itinerary, Route
 
-_MOST_PAIRS: Final = 1 << 15  # of ranks in one numpy call
+_MOST_PAIRS: Final = 1 << 15  # pairs of ranks in one numpy call
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Paths:
 
     def pass_on(self) -> None:
         """Cut each block, from the last hop back, to what is still needed."""
-        # What a rank still needs passes through the one before, if that one computes with half of it too, and else
-        # comes from the owner. With less than half, ever more would be sent to ranks that do not need it; from the
-        # owner alone, a block would not stay among neighbours.
+        # A part goes through the rank before if that rank computes with at least half of it too, else it comes straight
+        # from the owner. Below half, ranks would receive ever more that they do not need; but if the owner sent
+        # everything, blocks would not stay among neighbours.
         for _, places, rows in reversed(list(self.hops())):
             starts, before, passed = (
                 self.first[places] - rows.start,
@@ -137,15 +137,16 @@ class Paths:
         )
 
 
-@lru_cache(maxsize=8)  # each is of all ranks
+@lru_cache(maxsize=8)  # few, as each covers all ranks
 def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
+    """Return the candidate of the route's itineraries that sends the fewest tokens, at equal numbers the earliest."""
     needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
     tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])
     candidates = (
         _paths_along(needs, way, tokens) for way in route.itineraries(layout.ranks)
     )
-    # Of the two directions around a ring, under a causal mask one sends less, or earlier: the layout decides which.
+    # Under a causal mask one direction around the ring sends less, or earlier; which one depends on the layout.
     return min(candidates, key=_tokens_and_hops)
 
 
@@ -166,6 +167,11 @@ class _Needs(NamedTuple):
 
 
 def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
+    """Return the paths of one itinerary: the parts that ranks need, in order of hops, and what blocks carry for them.
+
+    A need of (owner, visitor) becomes a place at the hop at which the itinerary brings the owner's block to that
+    visitor, cut to the half of the block that travels. ``pass_on`` then adds what later hops need of a block.
+    """
     numbers = np.full((len(tokens), len(tokens)), -1, needs.hulls.dtype)
     numbers[needs.owner, needs.visitor] = np.arange(len(needs.owner))
     place = numbers[np.arange(len(tokens)), way.visitor]
@@ -181,7 +187,7 @@ def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
         needed[:, :-1] = _overlap(
             needed[:, :-1], np.stack([start, -stop])[:, of_place], needed[0, -1]
         )
-    # At hop 0 each rank has its own block, which has no place.
+    # A block sent from hop 0 is the owner's own, which has no place and so no row before.
     earlier = place[way.posted][is_needed]
     before = (
         np.arange(len(row), dtype=place.dtype) + (first[earlier] - first[:-1])[of_place]
@@ -220,6 +226,7 @@ class Loads(NamedTuple):
 
 
 def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads:
+    """Return every rank's load: its pairs, and at each hop the tokens that it receives and their sender."""
     paths = find_paths(layout, key_layout, mask, route)
     way = paths.itinerary
     carried, gradient, handed_on = map(paths.tokens, (paths.carried, *paths.gradients))
@@ -240,6 +247,11 @@ def part_of(half: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
 
 @lru_cache(maxsize=8)
 def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _Needs:
+    """Return the parts of every owner's block that any other rank needs under the mask, on any route.
+
+    Blocks are keys; on a route that sends queries they are queries, under the transposed mask. An empty hull has
+    ``nothing``, the largest number of tokens, for both bounds.
+    """
     regions = mask.table(layout.length, keys.length)
     if passes_queries:
         layout, keys, regions = keys, layout, transposed(regions)
@@ -256,11 +268,15 @@ def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _
     )
 
 
-# as ``_Needs``, and how many meetings there are
+# The first five fields of ``_Needs``, and the number of meetings.
 _Found = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, int]
 
 
 def _of_stripes(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
+    """Find needs if each rank holds one stripe: one hull for each pair of ranks that meet.
+
+    Pairs of ranks are tried in batches, which bounds the memory; each rank's work comes from the cells in closed form.
+    """
     ranks, counts = keys.ranks, (layout.tokens_per_rank, keys.tokens_per_rank)
     cells = stripe_cells(ranks, *counts, regions)
     found: list[IntArray] = []
@@ -292,12 +308,17 @@ def _of_stripes(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
 
 
 def _of_runs(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
+    """Find needs if ranks hold runs: for each (owner, visitor) that meet, a hull for each of the owner's shared spans.
+
+    A span is shared if any other rank needs some of it; a visitor that does not gets an empty hull for it. Each meeting
+    of a query run with a key run gives bounds (first key, minus one past the last), and a hull is their minimum.
+    """
     ranks = keys.ranks
     queries, blocks = (
         Runs.of(list(map(each.spans, range(ranks))), [0] * ranks)
         for each in (layout, keys)
     )
-    # of spans, by owner
+    # The number of spans, and each one's number in the order of owners and storage.
     count, number = (
         len(blocks.block),
         np.lexsort((blocks.stored, blocks.block)).argsort(),
@@ -320,7 +341,7 @@ def _of_runs(layout: Layout, keys: Layout, regions: IntArray) -> _Found:
     order = key.argsort()
     key = key[order]
     starts = np.flatnonzero(np.diff(key, prepend=-1))
-    # of all that a visitor's spans see
+    # The hull of all keys that any of the visitor's runs sees in a span.
     bounds = np.minimum.reduceat(np.stack(bounds)[:, order], starts, axis=1)
     pair, span = np.divmod(key[starts], max(1, count))
     shared = np.unique(span)

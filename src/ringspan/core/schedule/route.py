@@ -142,7 +142,8 @@ class Itinerary:
         """The hop whose visitor gets each hop's visitor's result, or 0: inverse to ``behind``."""
         behind: list[int] = self.behind.tolist()
         later = [0] * len(behind)
-        for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
+        # Backwards, so that the first of several wins.
+        for hop in range(len(behind) - 1, 0, -1):
             if behind[hop]:
                 later[behind[hop]] = hop
         return tuple(later)
@@ -158,10 +159,15 @@ class Itinerary:
 
 
 def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> Itinerary:
-    everyone = np.arange(ranks, dtype=np.int32)  # less memory: there are N^2 of them
+    """Build an itinerary from hops 1 to H - 1, each (source of every rank, posted, ``behind``, half).
+
+    The last three are as in ``Itinerary``. On a ring of 4, hop 2 is ``([3, 0, 1, 2], 1, 1, -1)``: every rank gets, from
+    the rank before it, the whole block posted at hop 1, and the gradient of hop 1's rank.
+    """
+    everyone = np.arange(ranks, dtype=np.int32)  # 32 bits, as there are N^2
     owners = [everyone]
     for source, posted, _, _ in hops:
-        # What a rank gets at this hop is what its source held when it was sent.
+        # A rank receives the block that its source held at the hop at which the message was posted.
         owners.append(owners[posted][source])
     posted, behind, half = (
         np.array([first, *(hop[i] for hop in hops)])
@@ -174,7 +180,7 @@ def _itinerary(ranks: int, hops: Sequence[tuple[IntArray, int, int, int]]) -> It
 
 
 def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
-    # A block is sent on from the hop before, and so is what that hop made of it: one message each way per hop.
+    # A block is sent on one hop after it arrives, and so is its result so far: one message of each kind per hop.
     source = (np.arange(ranks) - direction) % ranks
     return _itinerary(
         ranks,
@@ -213,7 +219,7 @@ def _double_ring(ranks: int, inner: int) -> Itinerary:
 
 
 def _all_gather(ranks: int) -> Itinerary:
-    # Everything is posted at hop 0, and nobody hands anything on: partial gradients go straight to the owner.
+    # Everything is posted at hop 0, and no rank passes blocks on: partial gradients go straight to the owner.
     return _itinerary(
         ranks, [((np.arange(ranks) - hop) % ranks, 0, 0, -1) for hop in range(1, ranks)]
     )

@@ -42,20 +42,20 @@ class Hop:
     owner: int
     bands: tuple[Tile, ...]
     arrives: Send  # the block, and who sent it
-    # what of this block goes out, and for which hop of whoever gets it
+    # Parts of this block that are sent on, each with the hop of the receiver for which it is.
     sends: tuple[tuple[int, Send], ...]
-    # for each of ``sends`` what goes out of the rank's own block, for the same hop
+    # Parts of the rank's own block, one for each of ``sends`` and for the same hop.
     straight: tuple[Send, ...]
-    gradient: Ranges  # held after this hop: the sum over earlier ranks and this one
-    gradient_in: Send  # what of it an earlier rank sent here
-    gradient_on: (
-        Send  # what of it is sent to a later rank, for its hop ``gradient_next``
-    )
+    # The block's gradient that is held after this hop: the sum over earlier ranks and this one.
+    gradient: Ranges
+    gradient_in: Send  # its part that an earlier rank sent
+    # Its part that is sent to a later rank, which adds to it at its hop ``gradient_next``.
+    gradient_on: Send
     gradient_next: int
-    gradient_to_owner: (
-        Ranges  # what of it nobody adds to any more: sent to the owner now
-    )
-    from_visitor: Send  # of this rank's own gradient, what the rank that holds its block at this hop sends back
+    # Its part that no other rank adds to: sent to the owner now.
+    gradient_to_owner: Ranges
+    # The part of this rank's own gradient that the rank with its block at this hop sends back.
+    from_visitor: Send
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -78,12 +78,12 @@ class Schedule:
     rank: int
     ranks: int
     hops: tuple[Hop, ...]
-    tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
-    rank_pairs: int  # of a mean rank, about
+    # Pairs of the mean tile and of the mean rank, over all ranks, so that every rank knows the same; approximate.
+    tile_pairs: int
+    rank_pairs: int
     passes_queries: bool = False  # blocks are queries, else keys and values
-    gathered: Gathered | None = (
-        None  # on the route all-gather: the passes fetch all keys at once, without hops
-    )
+    # On the route all-gather: the passes fetch all keys at once, without hops.
+    gathered: Gathered | None = None
 
     @property
     def blocks(self) -> int:
@@ -102,7 +102,7 @@ class Schedule:
     @cached_property
     def active(self) -> tuple[Hop, ...]:
         """Hops at which this rank does anything, and the first one."""
-        posted = {0}  # hops at which something is sent, or for which
+        posted = {0}  # hops at which, or for which, something is sent
         for hop in self.hops:
             for (index, send), straight in zip(hop.sends, hop.straight, strict=True):
                 if send.ranges or straight.ranges:
@@ -199,6 +199,11 @@ def make_schedule(
 def _hop(
     paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]
 ) -> Hop:
+    """Read one rank's hop off the paths of all ranks.
+
+    ``behind`` and ``following`` are the hops whose visitors have the block's gradient before and after this hop. Of the
+    gradient that this rank holds, the following visitor gets the part it adds to, and the owner the rest.
+    """
     way = paths.itinerary
     behind, following = int(way.behind[index]), way.following[index]
     held, handed_on = paths.gradients
@@ -218,7 +223,7 @@ def _hop(
             owner if paths.straight(index, owner) else int(way.source[index, rank]),
             paths.ranges(paths.carried, index, owner),
         ),
-        # A block is handed on from the hop at which it is posted, so that it travels while another one is computed.
+        # A block is posted a hop ahead of its use, so that it travels while another one is computed.
         sends=tuple(
             (hop, _sent(paths, hop, owner, is_straight=False))
             for hop in way.sent_at[index]
@@ -246,6 +251,7 @@ def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
 
 
 def _cut(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """Return the spans of the stored tokens [start, stop)."""
     kept: list[Span] = []
     stored = 0
     for span in spans:

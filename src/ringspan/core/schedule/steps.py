@@ -130,7 +130,7 @@ class Transfer:
 
 class Coming(NamedTuple):
     transfer: Transfer
-    arrival: Buffer | None  # None where nothing comes
+    arrival: Buffer | None  # None if nothing comes
 
 
 class Sum:

@@ -16,9 +16,8 @@ from ringspan.core.schedule.steps import Compute, Event, Part, Post, Wait
 from ringspan.core.schedule.workspace import Shape, head_groups
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
-BACKWARD_PRODUCTS: Final = (
-    5  # scores again, and the gradients of weights, queries, keys and values
-)
+# Scores again, and the gradients of weights, queries, keys and values.
+BACKWARD_PRODUCTS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def passes(
         layout, keys = (
             _without_members(each.grouped(route.ulysses)) for each in (layout, keys)
         )
-        # Members of one place in their groups are as far apart as the groups.
+        # The route joins the members at the same place of each group, so a node holds one rank per group.
         speeds = replace(
             speeds, ranks_per_node=max(1, speeds.ranks_per_node // route.ulysses)
         )
@@ -205,7 +204,7 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
 def _traded_bytes(
     layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool
 ) -> tuple[int, int]:
-    """Return bytes between two Ulysses members; unsummed gradients of shared keys are sent in float32."""
+    """Return the bytes between two Ulysses members, to heads and back; gradients of shared keys travel in float32."""
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
     keys_and_values = mine.kv_numbers * mine.itemsize
@@ -215,7 +214,7 @@ def _traded_bytes(
             + keys.tokens_per_rank * keys_and_values
         )
         return there, layout.tokens_per_rank * result
-    # q, dout
+    # Backward trades q, dout, out and log-sum-exp.
     queries = mine.query_bytes + rows * mine.value_dim * mine.itemsize + result
     gradients = mine.kv_numbers * (mine.sum_itemsize if is_shared else mine.itemsize)
     there = layout.tokens_per_rank * queries + keys.tokens_per_rank * keys_and_values
@@ -236,6 +235,7 @@ class Stretch(NamedTuple):
 def timeline(
     part: Part, speeds: Speeds, *, is_backward: bool = False
 ) -> tuple[Stretch, ...]:
+    """Return when one rank computes and waits in a pass."""
     return tuple(
         _of_part(
             part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward
@@ -275,6 +275,11 @@ def _of_part(
 def _stretches(
     events: Iterable[Event], pair: float, links: "_Links"
 ) -> Iterator[Stretch]:
+    """Yield the times at which a rank computes and waits, given ``pair`` seconds per pair of a query and a key.
+
+    The rank does one thing after the other. A posted transfer occupies the links meanwhile, and a wait ends when it has
+    arrived. Sums, conversions and launches take no time.
+    """
     arrived: dict[int, float] = {}
     now = 0.0
     for event in events:
@@ -306,6 +311,7 @@ def sent_bytes(
     shape: Shape,
     ranks: Iterable[int],
 ) -> int:
+    """Return the bytes that these ranks send in one forward pass."""
     passes = (
         forward(Part(make_schedule(layout, mask, rank, keys, route), shape))
         for rank in ranks
@@ -319,7 +325,8 @@ class _Links:
 
     def __init__(self, rank: int, speeds: Speeds) -> None:
         self._rank, self._speeds = rank, speeds
-        self.free = {True: 0.0, False: 0.0}  # when a link has nothing left to bring
+        # When each link (inside the node or not) is idle again.
+        self.free = {True: 0.0, False: 0.0}
         self.bytes = {True: 0, False: 0}
 
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:

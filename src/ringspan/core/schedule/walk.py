@@ -32,7 +32,7 @@ from ringspan.core.schedule.workspace import sent_itemsize
 
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
-# a byte a number, and a factor for the keys and the values of each head
+# Communication dtypes of one byte per number, with a scale factor for the keys and the values of each head.
 _SCALED: Final = frozenset({"float8", "int8"})
 
 
@@ -40,10 +40,16 @@ class Walk:
     """One group of heads on its way through the hops; a dropped variable frees its buffer."""
 
     def __init__(self, part: Part, number: int) -> None:
+        """Start at hop 0 with the rank's own block.
+
+        ``numbers``: numbers per token of a block. ``is_converted``: blocks travel in another dtype than the inputs';
+        ``is_scaled``: in one byte per number, with ``factors`` bytes of scales. ``sent_token``: bytes per token of a
+        message.
+        """
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
         self.first_message = MESSAGES_PER_HOP * number * len(self.hops)
         shape, queries = self.shape, part.schedule.passes_queries
-        # lies in the inputs
+        # The own block is part of the inputs, so it takes no bytes.
         self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))
         self.numbers = shape.query_numbers if queries else shape.kv_numbers
         self.is_scaled = part.comm_dtype in _SCALED
@@ -55,10 +61,9 @@ class Walk:
         )
         self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
         self.under_way: dict[int, Coming] = {}  # blocks, by their hop
-        self.returning: list[
-            Coming
-        ] = []  # what other ranks made of this rank's own block
-        self.sums = Buffer(0)  # of dk and dv
+        # Other ranks' results for this rank's own block: partials of queries, or dk and dv.
+        self.returning: list[Coming] = []
+        self.sums = Buffer(0)  # dk and dv of the own block
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
         """Run forward after the previous group; return this group's sums and last arrival."""
@@ -89,7 +94,7 @@ class Walk:
                 )
                 yield from drop(*arrived)
                 arrived = held(coming)
-                # of the hop before: no more than two wait
+                # Add up the hop before's, so that at most two wait.
                 yield from self._collect(local)
                 self.returning += coming
             yield from drop(*([total.buffer] if is_sent else []), block)
@@ -111,9 +116,8 @@ class Walk:
         )
         of_queries = yield from make(queries * part.tokens, is_sum=True)
         self.sums = yield from make(keys * part.key_tokens, is_sum=True)
-        behind: dict[
-            int, Coming
-        ] = {}  # by hop, the sum over the earlier ranks of its block
+        # The gradient of each hop's block, summed over earlier ranks.
+        behind: dict[int, Coming] = {}
         arrived: list[Buffer] = []
         block = self.own
         for hop in self.part.schedule.active:
@@ -150,7 +154,8 @@ class Walk:
                 if hop.gradient_next:
                     behind[hop.gradient_next] = coming
                 if hop.from_visitor.ranges:
-                    yield from self._collect()  # of the hops before: no more than two wait
+                    # Add up earlier hops', so that at most two wait.
+                    yield from self._collect()
                 self.returning.append(from_visitor)
             yield from drop(total, *(buffer for _, buffer in sends))
             if unfinished and hop.index == 0:
@@ -230,7 +235,8 @@ class Walk:
         coded = yield from make(
             self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges
         )
-        if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
+        # Scaling takes a float32 copy of keys or of values, their absolute values and the largest of these.
+        if self.is_scaled:
             number, copies = (
                 max(self.parts(size(self.own.ranges))),
                 2 if self.shape.itemsize != _FLOAT32 else 1,
@@ -247,7 +253,7 @@ class Walk:
         if not self.is_converted:
             coded.holders += 1
             return coded
-        # keys, then values: float32, times their factor, in the dtype of the inputs
+        # Keys, then values, become float32, are multiplied by their factor and converted to the inputs' dtype.
         itemsize, number = self.shape.itemsize, size(coded.ranges)
         if self.is_scaled:
             keys, values = self.parts(number)

@@ -13,14 +13,14 @@ _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
 MOST_HEAD_GROUPS: Final = 8
 
-# Pairs of a mean tile over all heads of a group. On an accelerator about a millisecond's: such a launch fills it, and a
-# hop's few calls are nothing beside it. On CPU, below, many small tiles cost more than is hidden (measured).
+# Pairs of a mean tile over all heads of a group. On an accelerator this is about a millisecond: such a launch fills it,
+# and the cost of a hop's few calls is negligible. On CPU, smaller tiles cost more than they hide (measured).
 WORTH_A_CALL: Final = 1 << 29
 WORTH_A_CALL_ON_CPU: Final = 1 << 20
-# Pairs of all of a rank's gathered keys: a group's messages and launches take an accelerator's host about a
-# millisecond forward (benchmarks/results, gpu-*.json), in which it computes as many.
+# Pairs of all of a rank's gathered keys. In forward a group's messages and launches take an accelerator's host about a
+# millisecond (benchmarks/results, gpu-*.json), in which the accelerator computes this number.
 WORTH_A_GATHER: Final = 3 << 29
-# of gathered keys, and as many values: little beside an accelerator's memory
+# Bytes of gathered keys, with the same again of values, that are small next to an accelerator's memory.
 FREE_KEY_BYTES: Final = 1 << 29
 
 
@@ -34,7 +34,8 @@ class Shape:
     head_dim: int
     value_dim: int
     itemsize: int
-    latent_dim: int = 0  # numbers of a token that travel in place of all heads' keys and values, 0 if these do
+    # Numbers per token of the latents that travel instead of all heads' keys and values; 0 if these travel.
+    latent_dim: int = 0
     index: Index | None = None
 
     @property
@@ -86,7 +87,7 @@ def head_groups(
     """
     if ranks == 1:
         return 1
-    # a gathered pass, which computes all of the rank's pairs in a call
+    # A gathered pass computes all of the rank's pairs in one call.
     worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
     if blocks > ranks and not on_cpu:
         worth, tile_pairs = WORTH_A_GATHER, rank_pairs
@@ -109,7 +110,7 @@ def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
 
 class Taken(NamedTuple):
     most: int
-    partial: int  # what it returns; 0 if it adds up in place
+    partial: int  # bytes of the partial that it returns; 0 if it adds in place
     is_short: bool  # True if the partial has fewer bits than sums have
 
 
@@ -117,7 +118,7 @@ class Gradients(NamedTuple):
     """Bytes that a launch of a backward pass takes."""
 
     most: int
-    # the dq, dk and dv that it returns; 0 if it adds up in place
+    # Bytes of the dq, dk and dv that it returns; 0 if it adds in place.
     values: tuple[int, int, int] = (
         0,
         0,
