@@ -29,12 +29,11 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
 
 FORMS: Final = "give a .json file with a list of lengths, or lognormal:MEDIAN or lognormal:MEDIAN,SIGMA"
-_SIGMA: Final = (
-    1.0  # of lognormal lengths: one in twenty is five times as long as the median
-)
+# Default spread of lognormal lengths: one in twenty is five times as long as the median.
+_SIGMA: Final = 1.0
 _SHORTEST: Final = 16
-_MOST_RANKS: Final = 64  # of a ring: the schedules of more ranks than that take minutes
-# beside the plan's own: from neighbour to neighbour, and straight
+_MOST_RANKS: Final = 64  # schedules of larger rings take minutes
+# Routes timed in addition to the plan's: from neighbour to neighbour, and straight from the owner.
 _ROUTES: Final = (
     "ring",
     "all-gather",
@@ -100,7 +99,7 @@ def compare_layouts(
         split = batch_layout(name, question.length, setting.ring, lengths)
         work = _work(question, split, lengths)
         for route in routes:
-            # A balanced layout is made for one sequence; heads cannot be traded for its tokens.
+            # A balanced layout fits one sequence, and has no Ulysses groups.
             way = replace(
                 setting, route=route, batch=1 if name == "balanced" else setting.batch
             )

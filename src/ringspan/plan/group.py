@@ -51,7 +51,7 @@ def compare_group(
         causal_pairs(prompt) + group * (prompt * completion + causal_pairs(completion)),
     )
     answer = make_plan(replace(question, length=tokens))
-    # a tree is a micro-step
+    # A tree is one micro-step.
     answer = replace(answer, setting=replace(answer.setting, batch=1))
     answer = replace(answer, memory=training_memory(question.shape, answer.setting))
     found = {"tokens": tokens, "pairs": pairs} | {

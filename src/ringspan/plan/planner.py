@@ -28,9 +28,9 @@ from ringspan.plan.search import (
     routes,
 )
 
-# A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
+# A larger ring only sends more, so only the smallest that fit, with the optimizer on the device, are timed.
 _TIMED_RINGS: Final = 3
-_RANK: Final = 16  # of the adapters that are proposed where all weights do not fit
+_RANK: Final = 16  # rank of the adapters proposed if training all weights does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Plan:
         return self.longest.length if self.longest else 0
 
     def as_json(self) -> dict[str, Any]:
+        """Return the plan as ``ringspan plan --json`` prints it: options, bytes at the peak, link bytes, seconds."""
         device, setting = self.question.device, self.setting
         links = {
             "intra_node": device.intra_node_bandwidth,
@@ -157,7 +158,7 @@ def make_plan(question: Question) -> Plan:
         )
     fastest = _fastest(question)
     longest = longest_setting(question)
-    if longest and longest.length < shape.placed_tokens:  # which it cannot hold
+    if longest and longest.length < shape.placed_tokens:  # too short for the images
         longest = None
     folds = question.folds or (longest.folds if longest else 1)
     setting = fastest or min(
@@ -190,14 +191,15 @@ def _smallest_change(
     if question.folds == 1 and question.device.host_bandwidth:
         tried.append(("--folds 0", {"folds": 0}))
     tried += more
-    if longest:  # as soon as half of it is left
+    # A shorter sequence is tried before more devices if at least half of the length remains.
+    if longest:
         at = 3 if 2 * longest.length >= question.length else len(tried)
         tried.insert(at, (f"--length {longest.length}", {"length": longest.length}))
     for option, change in tried:
         try:
             other = replace(question, **change)
             setting = _fastest(other)
-        except RingspanError:  # no mesh of so many devices, or with so few tokens
+        except RingspanError:  # no mesh has this number of devices, or this few tokens
             continue
         if setting is not None:
             return option.replace("folds 0", f"folds {setting.folds}"), training_memory(
@@ -268,7 +270,8 @@ def _fastest(question: Question) -> Setting | None:
             others += beside
             if fits:
                 known.add(mesh.ring)
-    for way in others:  # last, for the more is known to be beaten
+    # These come last, as a good time to beat rules out most of them.
+    for way in others:
         if not race.is_lost(replace(way, **policies(question)[0])):
             for setting in _fastest_policies(question, way):
                 race.time(setting)
@@ -312,14 +315,14 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
     for policy in policies(question):
         larger = replace(setting, batch=2, **policy)
         if larger.uses_host:
-            break  # those of the host come last
+            break  # all that follow use the host
         while question.batch % (larger.replicate * larger.batch) == 0:
             if not question.fits(larger):
                 break
             yield larger
             larger = replace(larger, batch=2 * larger.batch)
         else:
-            return  # all of them fit: what keeps less is no faster
+            return  # all sizes fit, and keeping less is no faster
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
@@ -331,7 +334,7 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
         candidates = list(group)
         frugal = replace(setting, **candidates[-1])
         if frugal.offload == "none" and not question.fits(frugal):
-            continue  # the others keep more
+            continue  # the group's other policies keep more
         for policy in candidates:
             tried = replace(setting, **policy)
             if not question.fits(tried):
@@ -339,5 +342,5 @@ def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]
             yield tried
             if tried.layers_per_checkpoint == 1:
                 if not tried.uses_host and tried.checkpoint != CHECKPOINT_NAMES[-1]:
-                    return  # nothing that offloading allows is faster
+                    return  # offloading would not be faster
                 break

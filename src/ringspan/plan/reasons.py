@@ -26,6 +26,7 @@ _LAYOUTS: Final = {
 
 
 def needs(setting: Setting) -> str:
+    """Return the options of a setting that differ from the plainest run, as one line of text."""
     parts = [
         f"ring {setting.ring}",
         f"tp {setting.tp}" if setting.tp > 1 else "",
@@ -93,6 +94,7 @@ def about_positions(shape: ModelShape, length: int) -> Iterator[str]:
 def _what_would_fit(
     question: Question, setting: Setting, memory: Memory, longest: Setting | None
 ) -> Iterator[str]:
+    """Yield whether device or host is too small, the longest sequence that fits, and the devices needed."""
     shape, device = question.shape, question.device
     short = f"{shown_bytes(memory.needed_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
     if memory.needed_bytes <= device.memory_bytes:
@@ -114,7 +116,7 @@ def _what_would_fit(
         devices *= 2
         try:
             enough = longest_setting(question, devices)
-        except UnsupportedError:  # the route that is given needs more heads
+        except UnsupportedError:  # the given route needs more heads
             break
         if enough and enough.length >= question.length:
             yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring ({needs(enough)})"
@@ -123,6 +125,7 @@ def _what_would_fit(
 
 
 def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
+    """Yield why the ring is not smaller: memory, speed, or a batch with too few sequences for replicas."""
     shape, device = question.shape, question.device
     if setting.ring == 1:
         yield "the sequence fits one device: a ring would only add communication"
@@ -153,6 +156,7 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
 def _why_this_route(
     question: Question, setting: Setting, cost: StepCost
 ) -> Iterator[str]:
+    """Yield the route's time per step next to the plain ring's."""
     if setting.ring == 1:
         return
     shape, device = question.shape, question.device
@@ -182,6 +186,7 @@ def _why_this_route(
 def _why_this_split(
     question: Question, setting: Setting, cost: StepCost
 ) -> Iterator[str]:
+    """Yield what tensor parallelism costs and saves, or why it was not considered."""
     shape = question.shape
     if shape.unsplit and question.devices > 1:
         yield f"no tensor parallelism was weighed: {shape.unsplit}"
@@ -219,6 +224,7 @@ def _why_this_micro_batch(
 
 
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
+    """Yield what each faster checkpoint policy, and each option that saves memory, would need instead."""
     budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINT_NAMES[: CHECKPOINT_NAMES.index(setting.checkpoint)]:
         kept = (
@@ -293,6 +299,7 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
+    """Yield the tokens that images, frames and sound take, and the bytes that towers keep."""
     shape = question.shape
     if not shape.sees:
         return
@@ -321,8 +328,9 @@ def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
+    """Yield whether computing with a block hides sending it, and the share of a step that waits for links."""
     device = question.device
-    if not question.shape.layer_windows:  # nothing attends, no block travels
+    if not question.shape.layer_windows:  # no layer attends, so no block travels
         return
     if setting.ring > 1 and setting.route == "ring":
         span = setting.ring * setting.tp
@@ -347,6 +355,7 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
 def _about_folds(
     question: Question, setting: Setting, cost: StepCost, longest: Setting | None
 ) -> Iterator[str]:
+    """Yield the bytes that wait between folds, the time of their copies, and the limit on the length."""
     if setting.folds == 1:
         return
     local, where = (

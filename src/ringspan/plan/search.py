@@ -23,7 +23,7 @@ from ringspan.plan.cost.shards import host_use
 from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"
-# More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.
+# More is a typing error: every divisor of the devices is tried as a ring, and numbers must stay exact.
 MOST: Final = {
     "devices": 1 << 20,
     "length": 1 << 40,
@@ -31,7 +31,7 @@ MOST: Final = {
     "new_tokens": 1 << 40,
     "batch": 1 << 30,
 }
-FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # that are searched
+FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # numbers of folds that are tried
 
 
 def check_sizes(question: object) -> None:
@@ -157,17 +157,19 @@ def layouts(ring: int) -> tuple[LayoutName, ...]:
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     if question.route != AUTO:
         return (question.route,)
-    if question.shape.has_index:  # the keys of which come straight from all ranks
-        # ones that ranks of a ring share by heads do not go with folds
+    # Keys that an index chooses come straight from all ranks, whatever the route.
+    if question.shape.has_index:
         return ("ring",)
+    # Folds do not go with Ulysses groups.
     if setting.ring == 1 or question.folds != 1:
         return ("ring",)
-    # Queries are sent as they are: their ring has no use for a communication dtype of keys.
+    # pass-q sends queries, to which a communication dtype of keys does not apply.
     queries = ("pass-q",) if question.comm_dtype == "exact" else ()
     return ("ring", *_other_routes(question, setting), "bidirectional", *queries)
 
 
 def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
+    """Yield routes other than rings that heads allow, and all-gather between Ulysses groups of one node each."""
     kind = question.shape.split(setting.tp).attention
     sizes = Shape(
         1, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, setting.number_bytes
@@ -196,13 +198,13 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
     found: list[dict[str, Any]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINT_NAMES):
         if on_host and question.optimizer_state != "float32":
-            continue  # AdamW on the host packs no moments
+            continue  # AdamW on the host does not pack moments
         where: dict[str, Any] = {
             "checkpoint": checkpoint,
             "offload": offload,
             "optimizer_on_host": on_host,
         }
-        if checkpoint != "none":  # then chunks are free
+        if checkpoint != "none":  # chunks cost nothing, as layers are recomputed anyway
             chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]
         else:
             chosen = [
@@ -216,7 +218,7 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
 
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
-    """Return the ring of all devices that holds the longest sequence, and its length; None if none does."""
+    """Return the ring of all devices that holds the longest sequence, with that length; None if none holds any."""
     if question.folds == 0:
         found = [
             longest_setting(replace(question, folds=folds), devices) for folds in FOLDS
@@ -225,7 +227,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
             filter(None, found), key=lambda setting: setting.length, default=None
         )
     devices = devices or question.devices
-    # a token in each chunk
+    # Begin with one token in each chunk.
     asked = replace(
         question, devices=devices, batch=1, length=2 * devices * question.folds
     )
@@ -233,11 +235,11 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
     segment = frugal_segment(question.shape.layers)
     for mesh in meshes(asked):
         if mesh.replicate > 1:
-            # those that hold most first: the others then fail at once
             continue
+        # Policies that hold the longest sequence come first: the others then fail at once.
         for policy in reversed(policies(question)):
-            # Offloaded, on the device there are only the inputs that are made again. Without a checkpoint a short
-            # sequence may fit where chunks and segments, which hold a little of their own, do not.
+            # On the device the most frugal segments hold most; with offloading only recomputed inputs are there.
+            # Without checkpoints a short sequence may fit even if chunks and segments, which need some memory, do not.
             is_plain = policy["checkpoint"] == CHECKPOINT_NAMES[0]
             if (
                 policy["offload"] == "none"
@@ -268,7 +270,7 @@ def longest(
 
 
 def largest(holds: Callable[[int], bool], first: int = 1, *, digits: int = 64) -> int:
-    """Return the largest number that holds, of ``digits`` binary ones about; 0 if ``first`` does not."""
+    """Return the largest number that holds, to about ``digits`` binary digits; 0 if ``first`` does not hold."""
     low, high = 0, first
     while holds(high):
         low, high = high, 2 * high

@@ -54,7 +54,7 @@ def start_command(command: str, ranks: int, per_node: int) -> str:
     """Return a command that starts itself on one node's ranks, or by torchrun on those of several."""
     if ranks <= per_node:
         return f"{command} --nproc {ranks}"
-    # As many on every node: the fewest nodes among which the ranks come out even.
+    # torchrun starts the same number on every node: take the fewest nodes that divide the ranks.
     nodes = next(
         nodes for nodes in range(-(-ranks // per_node), ranks + 1) if ranks % nodes == 0
     )
@@ -69,6 +69,7 @@ def mesh_call(mesh: Setting | Text) -> str:
 
 
 def python_call(setting: Setting) -> str:
+    """Return the Python code that parallelizes a model and shards a batch with this setting."""
     options = _sent(setting) | _kept(setting)
     folds = f", folds={setting.folds}" if setting.folds > 1 else ""
     lines = [
@@ -108,7 +109,7 @@ def _kept(setting: Setting) -> dict[str, Any]:
         kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
     if setting.folds > 1:
         kept["folds"] = setting.folds
-    # With a checkpoint the default already cuts feed-forwards, where a model's can be cut for free.
+    # With checkpoints the default already runs feed-forwards in chunks.
     if setting.feedforward_tokens != (
         0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS
     ):

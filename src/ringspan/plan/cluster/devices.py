@@ -49,7 +49,7 @@ _FILE: Final = tomllib.loads(
 DEVICES: Final = {
     name: Device(name=name, **row) for name, row in _FILE["devices"].items()
 }
-# The second of a pair is the other device that the name could mean.
+# A name may mean two devices: the second of a pair is the less common one.
 OTHER_NAMES: Final[dict[str, tuple[str, str]]] = {
     name: tuple(pair) for name, pair in _FILE["names"].items()
 }

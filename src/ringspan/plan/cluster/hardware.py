@@ -10,12 +10,12 @@ from ringspan.plan.names import normal, unknown
 
 __all__ = ["DEVICES", "Device", "device", "min_block_tokens", "min_tokens_per_device"]
 
-# Words in the names that vendors and libraries give a device which do not tell it from another one here.
+# Words in vendors' and libraries' names of a device that do not tell two known devices apart.
 _NOISE: Final = re.compile(
     "nvidia|amd|google|cloud|geforce|instinct|tesla|quadro|gpu|accelerator|generation|blackwell|server|workstation|"
     r"edition|oam|nvl72|sxm\d?|hbm\d?e?"
 )
-# written without a separator, as in H100SXM
+# A form factor written without a separator, as in H100SXM.
 _FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")
 
 
@@ -39,7 +39,8 @@ _BY_HAND: Final = (
     "host_bandwidth", "host_memory_bytes",
 )  # fmt: skip
 _WHOLE: Final = ("memory_bytes", "devices_per_node", "host_memory_bytes")
-_MOST: Final = 1e21  # FLOP/s, bytes, bytes/s: a million times what a device has, and far from what numbers overflow at
+# FLOP/s, bytes or bytes/s: a million times what a device has, and far from overflow.
+_MOST: Final = 1e21
 
 
 def device(text: str) -> Device:
@@ -79,6 +80,7 @@ def device(text: str) -> Device:
 
 
 def _named(name: str) -> Device:
+    """Return the device of a name, with a note if another one has that name too; ConfigError if unknown."""
     if normal(name) in DEVICES:
         return DEVICES[normal(name)]
     found, other = _NAMES.get(_essence(name), ("", ""))
@@ -94,11 +96,12 @@ def _named(name: str) -> Device:
 
 
 def _essence(name: str) -> str:
+    """Strip a name of vendors, form factors and separators: ``NVIDIA H100-SXM5 80GB`` becomes ``h10080gb``."""
     words = re.split("[^a-z0-9]+", name.lower())
     return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
 
 
-# Of the essence of each alias, name and title: its device and the other one of that name.
+# The essence of each alias, name and title -> the device, and the other device of that name or "".
 _NAMES: Final = {_essence(name): devices for name, devices in OTHER_NAMES.items()} | {
     _essence(one): (name, "")
     for name, each in DEVICES.items()
@@ -107,6 +110,7 @@ _NAMES: Final = {_essence(name): devices for name, devices in OTHER_NAMES.items(
 
 
 def _read(change: str) -> tuple[str, float]:
+    """Read a property given by hand, such as ``flops=2e12``; ConfigError unless known, positive and within bounds."""
     field, _, number = change.partition("=")
     field = field.strip()
     if field not in _BY_HAND:
@@ -127,6 +131,7 @@ def _read(change: str) -> tuple[str, float]:
 
 
 def _in_kind(values: dict[str, float]) -> dict[str, Any]:
+    """Convert the properties that count something to int."""
     return {
         name: int(value) if name in _WHOLE else value for name, value in values.items()
     }

@@ -18,8 +18,9 @@ from ringspan.core.selection import (
 )
 from ringspan.plan.cost.loop import Held, most_held
 
-_MOST_RANKS: Final = 64  # of which each stands for several of more
-_TOKENS: Final = 64  # of a rank, which stand for all: what is exchanged grows with them
+# The exchange is computed for at most this number of ranks and tokens per rank, and scaled up to more.
+_MOST_RANKS: Final = 64
+_TOKENS: Final = 64
 
 
 @lru_cache(maxsize=1024)
@@ -52,7 +53,7 @@ def most_backward_bytes(
 
 
 def computed_pairs(length: int, shape: Shape) -> tuple[float, float]:
-    """Return a causal sequence's pairs forward, as much as choosing takes among them, and backward."""
+    """Return the pairs of a causal sequence in forward, with scoring as pairs of attention, and in backward."""
     part = _part(_alone(length), causal(), 0, shape)
     return part.choosing + part.attending, part.attending
 
@@ -63,11 +64,16 @@ def attended_pairs(index: Index, length: int) -> float:
 
 
 def scoring_flops(index: Index, length: int) -> float:
-    """Return what scoring a causal sequence's keys takes."""
+    """Return the FLOPs of scoring a causal sequence's keys."""
     return 2.0 * index.scored * _pairs(_alone(length), causal(), 0, index)[0]
 
 
 def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
+    """Return a rank's part in attention to chosen keys: bytes that it exchanges, and its work in scoring and attending.
+
+    A causal sequence is exchanged as a short one on at most 64 ranks, with ``times`` the bytes per token. Work is in
+    pairs of attention: scoring a key takes ``index.scored / (H (D + E))`` of a pair.
+    """
     index, is_causal = shape.index, mask == causal()
     assert index is not None, "it chooses"
     few, times = layout, 1.0
@@ -100,7 +106,7 @@ def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, 
     """Return the pairs that one rank's queries score, and those that they attend to."""
     shares = 1
     if mask == causal() and not isinstance(layout, CustomLayout):
-        # each rank's is the same
+        # Stripes have equal shares: count the sequence once and divide.
         shares = layout.ranks if layout.name == "striped" else 1
         spans = _alone(layout.length).spans(0) if shares > 1 else layout.spans(rank)
         count = partial(scored_and_chosen_causally, spans, layout.length)

@@ -28,8 +28,8 @@ from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
-# AdamW on the host: gradients and weights go there, weights come back; it reads four numbers per weight and writes
-# three.
+# AdamW on the host: gradients and weights are copied there and weights back. Per weight it reads four numbers and
+# writes three.
 _HOST_STEP_COPIES: Final = 3
 _HOST_STEP_ACCESSES: Final = 7
 
@@ -86,7 +86,7 @@ class StepCost(_Time):
 def model_flops(shape: ModelShape, length: int) -> float:
     """Return the model FLOPs of one sequence (``training_flops``); of states thrice, of towers per image."""
     counts = shape.counted(shape.layers)
-    # Scores are made of as many numbers as keys have, results of as many as values.
+    # A score takes the numbers of a key, a result those of a value: the mean of both, twice.
     pairs = sum(
         count
         * kind.calls
@@ -100,7 +100,7 @@ def model_flops(shape: ModelShape, length: int) -> float:
         3 * length * sum(count * kind.scan_flops for kind, count in counts.items())
     )
     seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
-    # Of frozen weights, whose gradients are not computed.
+    # Gradients of frozen weights are not computed.
     frozen = (
         shape.matrix_parameters - shape.trained_of_layers(shape.layers)
         if shape.lora
@@ -149,7 +149,7 @@ def step_cost(
     if setting.optimizer_on_host:
         numbers = local_trained_bytes(shape, setting)
         copied = _HOST_STEP_COPIES * numbers
-        # The host's memory is taken to be as fast as the device's link to it.
+        # Assume that the host's memory is as fast as the device's link to it.
         seconds = (
             total.seconds
             + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
@@ -179,26 +179,32 @@ class _LayerTimes:
         *,
         is_last: bool,
     ) -> None:
+        """Derive how often each part of a layer is computed from the setting.
+
+        ``first``: 1 if folds need a forward pass of their own, which backward repeats. ``again``: checkpoints recompute
+        layers, ``attention_again``: attention too; ``made_again``: share of the layers whose output is recomputed for
+        the inputs of a segment. ``kept``: bytes per token and layer that go to the host. ``root_sums``: tensor-parallel
+        sums of the root.
+        """
         self.is_last = is_last
         self.passes = attention
         self.shape, self.setting, self.device = shape.split(setting.tp), setting, device
-        # of the embedding, and of the head's gradient
+        # A split vocabulary sums the embedding's output, and the gradient of the head's input.
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0
         self.kept = 0.0
         if setting.offload == "activations":
             self.kept = (
                 saved_per_token(self.shape, setting.fold, shape.layers) / shape.layers
             )
-        # a forward pass of all folds, which backward repeats for each
         self.first = int(setting.folds > 1)
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
         self.again = setting.checkpoint != "none"
         self.attention_again = setting.checkpoint == "full"
-        # Of the layers, those whose outputs are made again for the inputs of a segment.
         self.made_again = 1 - 1 / setting.layers_per_checkpoint
 
     def matrices(self, weights: float) -> float:
+        """Return the seconds of multiplying a rank's tokens with ``weights`` weights once."""
         return (
             2.0
             * weights
@@ -207,12 +213,13 @@ class _LayerTimes:
         )
 
     def root(self) -> _Time:
+        """Time the head and what else is outside of layers; its weights are gathered once per forward pass."""
         shape = self.shape
         compute = (self.first + (2 if shape.lora else 3)) * self.matrices(
             shape.outside + shape.vocab * shape.hidden
         )
         weights = self.setting.number_bytes * shape.root, shape.trained_root
-        # once in forward, where it stays whole, also for all folds
+        # The root stays whole through a forward pass, so it is gathered once for each.
         gathers = self.setting.folds + self.first
         return self._time(
             compute,
@@ -241,7 +248,7 @@ class _LayerTimes:
         )
         others = max(1, setting.ring - 1)
         near = min(setting.ring, max(1, self.device.devices_per_node // setting.tp)) - 1
-        # of one other rank, there and back
+        # Embeddings of one other rank, and their gradients.
         each = 2 * setting.number_bytes * placed / setting.ring
         inside, outside = (
             near * each,
@@ -262,6 +269,11 @@ class _LayerTimes:
         )
 
     def layer(self, kind: LayerKind) -> _Time:
+        """Time one layer of a step: its matrix products, attention or states, and the bytes on links and to the host.
+
+        Forward takes the products once. Backward takes them once for the inputs and, if trained, once for the weights;
+        checkpoints and folds add recomputation.
+        """
         setting = self.setting
         passes = self._mixing(kind)
         times = (
@@ -270,11 +282,12 @@ class _LayerTimes:
             + self.made_again
             + self.first
         )
-        if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
+        # Recomputation also counts the feed-forward's last product, which is not needed; blocks add no more.
+        if self.again:
             times += 1
         elif setting.feedforward_tokens:
             times += min(1.0, kind.feedforward / kind.matrices)
-        # read, and written in full, for each pass
+        # Packed weights are read, and written in full, in each pass.
         matrices = times * self.matrices(kind.matrices)
         if kind.packed and self.device.memory_bandwidth:
             unpacked = self.shape.bytes_of(
@@ -295,14 +308,14 @@ class _LayerTimes:
                 kind.trained,
             ),
             attention,
-            # Of attention and feed-forward, forward and backward; of what is computed again.
+            # Sums after attention and after the feed-forward, forward and backward, then the sums of recomputed parts.
             sums=4
             + bool(self.again)
             + bool(setting.feedforward_tokens)
             + 2 * (self.made_again + self.first),
             host=2.0 * setting.tokens * self.kept + copied_bytes(kind, setting),
-            # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
-            # one before which stays for its own backward pass.
+            # Weights are gathered for forward and backward, and to recompute the inputs of a segment: there not for its
+            # last layer, and the one before stays for its own backward pass.
             gathers=setting.folds
             * (2 + self.first + max(0.0, 1 - 2 / setting.layers_per_checkpoint)),
         )
@@ -336,11 +349,11 @@ class _LayerTimes:
         return passes
 
     def _expansions(self, kind: LayerKind) -> list[Pass]:
-        """Time the expansion of latents that arrive; backward has two products more."""
+        """Time the expansion of latents that arrive, forward and backward, which has two more products."""
         setting = self.setting
         if kind.index or not setting.latent_dim(kind):
             return []
-        # of which one product is among the layer's matrices
+        # The expansion of the rank's own latents in forward is among the layer's matrices already.
         own = kind.calls * self.matrices(kind.expansion)
         arrived = (setting.ring - 1) * own
         return [
@@ -350,7 +363,11 @@ class _LayerTimes:
     def _attend(
         self, kind: LayerKind, sizes: Shape, speeds: Speeds
     ) -> tuple[Pass, Pass]:
-        """Time attention of all folds, each to itself and to those before it, whose pairs are spread over them."""
+        """Time attention of all folds, forward and backward: each fold to itself, and to the folds before it.
+
+        Pairs with earlier folds are timed as full passes at a lower speed, so that they take the time of their real
+        number.
+        """
         setting, length = self.setting, self.setting.fold.length
 
         def both(window: int | None, speeds: Speeds) -> tuple[Pass, Pass]:
@@ -359,7 +376,7 @@ class _LayerTimes:
 
         if kind.index is not None:
             return both(None, speeds)
-        # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
+        # Chunks are timed as windows of the same size, at the share of the windows' pairs that they have: about half.
         own = seen_pairs(kind, length)
         share, folds = own / causal_pairs(length, kind.window), setting.folds
         found = repeated(kind.calls * folds, both(kind.window, speeds), share)
@@ -378,6 +395,7 @@ class _LayerTimes:
         return [forward, Pass(*(self.made_again * cost for cost in forward))]
 
     def _attention(self, kind: LayerKind) -> tuple[Shape, Speeds]:
+        """Return a layer's sizes of attention, and a rank's speeds."""
         setting, device = self.setting, self.device
         sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
         return (
@@ -392,7 +410,7 @@ class _LayerTimes:
                 self.peak * device.attention_efficiency,
                 device.intra_node_bandwidth,
                 device.inter_node_bandwidth,
-                # neighbours of a ring are as far apart as tp groups
+                # Neighbours on a ring are one tp group apart.
                 max(1, device.devices_per_node // setting.tp),
                 on_cpu=not setting.on_gpu,
             ),
@@ -413,7 +431,7 @@ class _LayerTimes:
         setting, device = self.setting, self.device
         gathered, reduced = self._shard_bytes(weights, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
-        # a sum is reduced in parts, which are then gathered
+        # An all-reduce is a reduce-scatter and an all-gather, each with (P - 1) / P of the bytes.
         tensor = sums * 2 * (1 - 1 / setting.tp) * hidden
         carried = {True: attention.intra_node_bytes, False: attention.inter_node_bytes}
         apart = setting.tp * setting.ring
@@ -432,7 +450,8 @@ class _LayerTimes:
             carried[False] / device.inter_node_bandwidth,
         )
         seconds = max(seconds + waited, busiest)
-        if host:  # there in the forward pass, a quarter of the layer, and back in the other three
+        # Copies to the host overlap with forward, a quarter of the layer's time, and back with backward, the rest.
+        if host:
             one_way = host / 2 / device.host_bandwidth
             seconds += max(0.0, one_way - seconds / 4) + max(
                 0.0, one_way - seconds * 3 / 4
@@ -452,6 +471,7 @@ class _LayerTimes:
     def _shard_bytes(
         self, weights: tuple[int, int], gathers: float
     ) -> tuple[float, float]:
+        """Return FSDP's bytes of a layer around the ring, and across replicas, which reduce in the last micro-step."""
         setting = self.setting
         num_bytes, trained = weights
         reduced = setting.folds * trained * _GRADIENT_BYTES

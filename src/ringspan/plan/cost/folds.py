@@ -29,7 +29,7 @@ def per_token(counts: Mapping[LayerKind, int], setting: Setting) -> PerToken:
 
 def _results(kind: LayerKind, setting: Setting) -> float:
     found = 0.0 if setting.checkpoint == "full" else result_bytes(kind, setting)
-    if kind.scan:  # a state for each fold
+    if kind.scan:  # each fold keeps a state
         found += _FLOAT32 * setting.batch * kind.scan.state / setting.fold.tokens
     return found
 
@@ -47,10 +47,12 @@ def _gradients(kind: LayerKind, setting: Setting, turns: int, folds: int) -> int
 
 
 def keys_of(kind: LayerKind) -> int:
+    """Return the numbers per token of a layer's keys and values."""
     return kind.calls * kind.kv_heads * (kind.head_dim + kind.value_dim)
 
 
 def folds_reached(kind: LayerKind, setting: Setting) -> int:
+    """Return the number of earlier folds that the last fold's queries see."""
     before = setting.folds - 1
     return (
         before
@@ -60,6 +62,7 @@ def folds_reached(kind: LayerKind, setting: Setting) -> int:
 
 
 def folds_read(kind: LayerKind, setting: Setting) -> int:
+    """Return the pairs (fold, earlier fold that it sees) of a sequence."""
     reached = folds_reached(kind, setting)
     return reached * setting.folds - reached * (reached + 1) // 2
 
@@ -84,7 +87,7 @@ def _waiting(
     done: int,
     attending: LayerKind | None,
 ) -> int:
-    """Return the same in one fold's turn; its own keys are not kept any more."""
+    """Return what waits during one fold's turn; its own keys are no longer kept."""
     earlier, left = setting.folds - 1 - turn, local.counted(local.layers - done)
     total = earlier * sum(per_token(local.counted(local.layers), setting))
     for kind, count in local.counted(local.layers).items():
@@ -92,7 +95,8 @@ def _waiting(
         total += (count - left.get(kind, 0)) * _gradients(
             kind, setting, turn + 1, earlier
         )
-    if attending is not None:  # earlier folds' gradients are summed before its own go
+    # Gradients for earlier folds are added up before the fold's own are freed.
+    if attending is not None:
         after, before = (
             _gradients(attending, setting, each, earlier) for each in (turn + 1, turn)
         )
@@ -116,12 +120,12 @@ def most_waiting(local: ModelShape, setting: Setting, kept: int = 0) -> int:
 
 
 def brought_bytes(kind: LayerKind, setting: Setting) -> int:
-    """Return what is on the device of one layer's other folds: of the one that computes and of the next."""
+    """Return the bytes of other folds' keys and gradients on the device: of the fold being read and of the next."""
     others, a = (
         min(setting.folds - 1, folds_reached(kind, setting)),
         setting.number_bytes,
     )
-    # of the last folds, by what a gradient has by then
+    # The last folds, with the bytes of a number in a gradient at that time: none, one, or a float32 sum.
     turns = enumerate((0, a, _FLOAT32)[: setting.folds])
     most = max(
         min(2, others, setting.folds - 1 - turn) * (a + gradient)
@@ -131,7 +135,7 @@ def brought_bytes(kind: LayerKind, setting: Setting) -> int:
 
 
 def copied_bytes(kind: LayerKind, setting: Setting) -> float:
-    """Return a layer's bytes of a step that go to the host and come back, on one rank, both ways together."""
+    """Return a layer's bytes per step that are copied to the host and back on one rank, both directions together."""
     if setting.folds == 1 or setting.offload == "none":
         return 0.0
     tokens, numbers, reads = (

@@ -12,7 +12,7 @@ _FLOAT32 = 4
 def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     """Return bytes per token by ``kinds.PARTS``, of attention's result and log-sum-exp, and of mixing by states."""
     a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
-    # keys, and the product that holds their other part and values, are expanded again
+    # A ring keeps latents: the keys and values that they are expanded to are computed again.
     parts = {
         name: each.bytes(a, norms_in_chunks=in_chunks)
         for name, each in zip(PARTS, kind.kept, strict=True)
@@ -21,7 +21,7 @@ def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
         expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
         parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
     if kind.index and kind.index.window:
-        # columns, int32
+        # The chosen columns, as int32.
         parts["heads"] += _FLOAT32 * (
             kind.index.window + kind.index.most(setting.length)
         )
@@ -39,10 +39,17 @@ def result_bytes(kind: LayerKind, setting: Setting) -> int:
 
 
 def chosen_bytes(kind: LayerKind, setting: Setting) -> int:
+    """Return the bytes of a token's choice, which is kept as positions."""
     return position_bytes(setting.length) * kind.index.kept if kind.index else 0
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
+    """Return the bytes per token that ``layers`` layers keep from forward to backward.
+
+    full        inputs of segments, and choices that layers pass on
+    attention   and each layer's attention result, log-sum-exp and choice, and results of states on a ring
+    none        all parts of ``parts_of``, but not a feed-forward that runs in chunks
+    """
     a, counts = setting.number_bytes, local.counted(layers)
     if setting.checkpoint == "none":
         left = "feedforward" if setting.feedforward_tokens else ""
@@ -74,6 +81,7 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
+    """Return the bytes of states that ``layers`` layers keep from forward to backward."""
     if setting.checkpoint == "full":
         return 0
     return sum(
@@ -83,6 +91,7 @@ def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
+    """Return the bytes of the state, map and convolution inputs that a layer receives for a rank's spans."""
     states = _FLOAT32 * (kind.scan.state + kind.scan.map_) if kind.scan else 0
     each = states + setting.number_bytes * kind.halo * kind.channels
     return (

@@ -24,14 +24,14 @@ from ringspan.core.schedule.steps import (
 )
 from ringspan.core.schedule.workspace import Returning, Shape
 
-_MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
-# A schedule has hops x owners, and TPUs thousands of devices in what counts as a node: beyond, of as many nodes with
-# fewer ranks, which hold the same.
+# Beyond this number of nodes, each further node adds the same bytes. In a single ring every rank counts as a node.
+_MOST_NODES: Final = 8
+# A schedule has hops x owners entries, and a TPU's node has thousands of devices. Beyond this number of ranks, nodes
+# are walked with fewer ranks each, which hold the same.
 _MOST_RANKS: Final = 512
-_TOKENS: Final = (
-    64  # of a rank in the schedule that is walked: what is held grows with them
-)
-# beside which the factors of a scaled block are nothing, as in training
+# Tokens per rank of the schedule that is walked; the bytes grow with them.
+_TOKENS: Final = 64
+# With more tokens the scale factors of a block are negligible, as in training.
 _MANY_TOKENS: Final = 1 << 16
 
 
@@ -71,7 +71,7 @@ def loop_bytes(
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
     types = number_bytes, gradient_bytes or number_bytes
-    # Beside a group that computes, gathered passes hold the keys of the next and the gradients of the last.
+    # While a group computes, gathered passes also hold the keys of the next and the gradients of the last.
     groups_held = min(groups, 3 if route.name == "all-gather" else 2)
     return _share(
         layout, ranks, route, *shares, groups_held, types, comm_dtype, in_place
@@ -89,6 +89,11 @@ def _share(
     layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int,
     types: tuple[int, int], comm_dtype: CommDtypeName, in_place: bool,
 ) -> Held:  # fmt: skip
+    """Return the bytes per token of a loop whose query and key numbers have no common factor, walked event by event.
+
+    Only few ranks and tokens are walked. Above ``_MOST_NODES`` nodes the result is extrapolated from that number and
+    half of it, and a large node is replaced by a smaller one. Of a causal mask the first or the last rank holds most.
+    """
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     rest = query_numbers, kv_numbers, groups, types, comm_dtype, in_place
     if ranks > large:
@@ -128,6 +133,7 @@ def most_held(walks: Iterable[Iterable[Event]]) -> Held:
 
 
 def _highest(events: Iterable[Event]) -> Held:
+    """Return the moment at which buffers and the running computation, conversion or sum take most bytes."""
     highest, sums, in_transit = Held(0, 0), 0, 0
     for event in events:
         if isinstance(event, Make | Free):

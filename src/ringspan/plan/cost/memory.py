@@ -28,14 +28,17 @@ from ringspan.plan.cost.shards import (
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
-ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
+ATTENTION_MOMENT: Final = (
+    "attention backward"  # the only moment that depends on the route
+)
 
-# Of what a step allocates and frees: an allowance for expandable segments, which ``ringspan train`` sets. Without them
-# an H200 reserved 32% more (131,072 tokens, benchmarks/results).
+# Share of what a step allocates and frees that the allocator reserves on top, with expandable segments, which
+# ``ringspan train`` sets. Without them an H200 reserved 32% more (131,072 tokens, benchmarks/results).
 RESERVE: Final = 0.03
 _FLOAT32: Final = 4
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
-_PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
+# Offloading brings back a layer's input, attention's result and its lse ahead of their use.
+_PIECES_AHEAD: Final = 3
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ class _Step:
     """Moments of a step on a rank with its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
+        """Collect the sizes in bytes that the moments add up, with a rank's share under tensor parallelism and FSDP.
+
+        ``a``, ``p``: bytes of a computed number and of a gradient. ``setting`` is of one fold, ``whole`` of the
+        sequence. ``parameters``, ``trained``, ``moments``: the rank's shards. ``hidden``: the rank's hidden states;
+        ``inputs``, ``end``: what is kept before the layers and after them; ``seen``: what towers keep. ``layer``,
+        ``layer_bytes``: numbers and bytes of the largest layer, gathered; ``gathered``: bytes of the root. ``head``:
+        numbers of the head's gradient.
+        """
         self.shape, self.whole, self.setting = (
             shape.split(setting.tp),
             setting,
@@ -102,7 +113,7 @@ class _Step:
         self.layer_bytes = max(
             self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds
         )
-        # of one layer, while it computes
+        # The unpacked weights of one layer, while it computes.
         self.unpacked = self.a * max(kind.packed for kind in kinds)
         self.parameters = local_parameter_bytes(shape, setting)
         self.trained, self.moments = (
@@ -120,7 +131,7 @@ class _Step:
         self.end = self.hidden + self.tokens * last_norm
         self.seen = kept.seen_bytes(shape, setting)
         self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
-        # the root's parameters stay whole from the first layer to the last gradient
+        # The root's parameters stay gathered from the first layer to the last gradient.
         self.gathered = self.a * self.root
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
@@ -135,7 +146,8 @@ class _Step:
         if setting.offload == "none":
             return self.tokens * self.saved(layers) + self.states(layers) + again
         ahead = min(1, layers)
-        if setting.checkpoint == "full":  # each piece is the input of a segment
+        # A piece is only a layer's input then: three pieces are the inputs of three segments.
+        if setting.checkpoint == "full":
             ahead = segment * min(_PIECES_AHEAD, layers // segment)
         return self.tokens * self.saved(ahead) + again if backward else 0
 
@@ -204,7 +216,7 @@ class _Step:
         """Moments of the last, second last and first layer, and segments with just recomputed inputs."""
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
-        # Of layers that differ the last of each kind, when most is kept.
+        # The last layer of each kind, as most is kept when its backward pass runs.
         differ = {
             layers - 1 - number
             for number in {
@@ -226,6 +238,7 @@ class _Step:
         ]
 
     def _kind(self, done: int) -> LayerKind:
+        """Return the layer whose backward pass runs when ``done`` later layers are finished."""
         return self.shape.kinds[self.shape.layers - 1 - done]
 
     def _has(self, moment: Callable[[int], Memory], done: int) -> bool:
@@ -242,7 +255,7 @@ class _Step:
     ) -> Memory:
         """Build a moment of a layer's backward pass when ``done`` later layers are finished."""
         layers = self.shape.layers
-        # the last one's gradients, on their way in float32
+        # The gradients of the layer finished last, being reduced in float32.
         reducing = _FLOAT32 * self.layer if done else 0
         prefetched = self.layer_bytes if done + 1 < layers else 0
         return self.memory(
@@ -279,6 +292,7 @@ class _Step:
         return parts
 
     def _gradients(self, kind: LayerKind, weights: int) -> int:
+        """Return the bytes of a layer's new weight gradients: of ``weights``, or of its adapters."""
         return self.a * (kind.trained if kind.frozen else weights)
 
     def _feedforward(self, done: int) -> Memory:
@@ -290,7 +304,7 @@ class _Step:
         )
         if not chunk:
             wide = self.tokens * a * kind.intermediate
-            # Of a product's weight; of experts, of all that are in one tensor.
+            # The gradient of one product's weight; experts in one tensor have one gradient.
             weight = self._gradients(kind, kind.feedforward // kind.products)
             return self._backward(
                 "feed-forward backward", done, made, 2 * wide + weight
@@ -322,7 +336,7 @@ class _Step:
                 4 * _FLOAT32 * self.shape.hidden,
                 min(self.setting.norm_tokens, self.tokens),
             )
-            # A chunk is computed again, its gradient made before it is put to the others.
+            # A chunk is recomputed, and its gradient exists before it is copied to the others.
             again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
             made = (
                 self.hidden + rows * (copies + again) if rows else self.tokens * copies
@@ -355,7 +369,7 @@ class _Step:
             made.get(name, 0)
             for name in ("input", "norm", "heads", "attention", "mixing")
         )
-        # Queries that are absorbed have results of more numbers than the projection after them takes.
+        # With an index, results have the numbers of a latent, more than the output projection takes.
         out = (
             min(kind.mixing, shape.hidden * kind.out_size)
             if kind.index
@@ -365,7 +379,7 @@ class _Step:
         dout = self.tokens * self.a * kind.out_size
         if kind not in self._attention_bytes:
             self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)
-        # own keys' gradients and the queries' sum wait for those of earlier folds
+        # Own keys' gradients and the sum for the queries wait while earlier folds add theirs.
         held, in_transit = self._attention_bytes[kind]
         if self.whole.folds > 1:
             queries = _FLOAT32 * kind.heads * kind.head_dim
@@ -413,7 +427,7 @@ class _Step:
             self.p * (self.shape.trained - root) // self.ranks,
             self.a * root,
         )
-        # the head's, the embedding's, and their sum
+        # A tied weight has the head's gradient, the embedding's, and their sum.
         tied = 2 * self.a * self.head if self.shape.tied else 0
         reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * root // self.ranks
         return [
@@ -429,7 +443,7 @@ class _Step:
                 communication=_FLOAT32 * root,
                 gradients=gradients,
             ),
-            # The head's gradient outlives its copy.
+            # The head's gradient is still there after it was copied.
             self.memory(
                 "embedding reduction",
                 temporaries=self.a * self.head,
@@ -448,10 +462,11 @@ class _Step:
 
 
 def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
-    """Return backward's bytes without inputs and dout: (results, sums and tiles; in transit), of this rank's heads.
+    """Return backward's bytes on this rank's heads without inputs and dout: (results, sums and tiles; in transit).
 
-    ``loop_bytes`` between groups. A Ulysses group first trades dout, q, out, k, v: copies stay for the loop, and a part
-    is in flight for each other member; at the end the gradients, without copies.
+    Between groups these are ``loop_bytes``. A Ulysses group first trades dout, q, out, k, v: the copies stay during the
+    loop, and a part for each other member is in flight. At the end it trades the gradients, without copies. The largest
+    counts.
     """
     if kind.index:
         return _chosen_backward_bytes(kind, kind.index, setting)
@@ -459,7 +474,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
         return _latent_backward_bytes(kind, setting, latent_dim)
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(kind.heads, kind.kv_heads, way.ulysses)[0]
-    # Numbers of a local token: queries, results, and keys with values.
+    # Numbers per local token of queries, results, and keys with values.
     queries, outs = (
         way.ulysses * _count(mine.queries) * size
         for size in (kind.head_dim, kind.value_dim)
@@ -467,7 +482,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     keys = way.ulysses * _count(mine.keys) * (kind.head_dim + kind.value_dim)
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
     head_groups = _head_groups(setting, kind, mine, between, groups)
-    # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
+    # If members share keys, the loop's float32 sums are sent, and the owner adds them up.
     summed = _FLOAT32 if way.ulysses > kind.kv_heads else a
     sizes = queries, keys, head_groups, a, summed
     per_token = loop_bytes(
@@ -506,7 +521,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
 def _chosen_backward_bytes(
     kind: LayerKind, index: Index, setting: Setting
 ) -> tuple[int, int]:
-    """Return the same of attention to chosen keys: their positions are unpacked, then looked up."""
+    """Return ``attention_backward_bytes`` of attention to chosen keys: positions are unpacked, then looked up."""
     sizes, a = (
         (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim),
         setting.number_bytes,
@@ -521,7 +536,11 @@ def _chosen_backward_bytes(
 def _latent_backward_bytes(
     kind: LayerKind, setting: Setting, latent_dim: int
 ) -> tuple[int, int]:
-    """Return the same where latents travel, once for all heads; keys of one group of heads exist at once."""
+    """Return ``attention_backward_bytes`` if latents travel, once for all heads.
+
+    The keys and values of one group of heads exist at a time, with their gradients and the gradients of the
+    expansion's weights.
+    """
     a, tokens, way = (
         setting.number_bytes,
         setting.tokens,
@@ -543,7 +562,7 @@ def _latent_backward_bytes(
     group = kind.heads // _head_groups(
         setting, kind, Heads(heads, heads), way, setting.ring
     )
-    # as a product, and with the rotary part
+    # Expanded keys exist twice: in the product's result, and copied together with the rotary part.
     expanded = a * tokens * group * (both + kind.head_dim - kind.rotary)
     gradients = (a + max(a, _FLOAT32)) * tokens * group * both
     weights = max(a, _FLOAT32) * kind.latent * kind.heads * (both - kind.rotary)
@@ -556,6 +575,7 @@ def _latent_backward_bytes(
 def _head_groups(
     setting: Setting, kind: LayerKind, mine: Heads, way: Route, ranks: int
 ) -> int:
+    """Return the number of groups of heads that attention of a layer runs in turn."""
     tokens = setting.tokens * setting.ring // ranks
     return head_groups(
         setting.batch * _count(mine.queries),

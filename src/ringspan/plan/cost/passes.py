@@ -1,4 +1,4 @@
-"""Seconds and bytes of one attention on any tokens and ranks, of which a few schedules stand for all."""
+"""Seconds and bytes of one attention on any tokens and ranks, extrapolated from a few schedules."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,21 +14,26 @@ from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cost.chosen import attended_pairs, chosen_passes, computed_pairs
 from ringspan.plan.model.kinds import LayerKind
 
-# Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
-# it is not decided whether a pass waits for computing or for a link.
+# Ranks, or groups of them: beyond, each adds the same to a pass. With fewer than about eight nodes that need not hold,
+# as it is still open whether a pass waits for computation or for a link.
 _LARGEST_SCHEDULE: Final = 64
-_MOST_RANKS: Final = 512  # a schedule has hops x owners, and an inner ring of a TPU's thousands of devices
-_TOKENS: Final = 8192  # of a group of ranks, in the one schedule that stands for those of any number of tokens
-_FEW_TOKENS: Final = 256  # below, a token more or less on the diagonal counts
+# A schedule has hops x owners entries, and an inner ring of a TPU may have thousands of devices.
+_MOST_RANKS: Final = 512
+# Tokens of a group of ranks in the one schedule that is scaled to any number of tokens.
+_TOKENS: Final = 8192
+_FEW_TOKENS: Final = (
+    256  # with fewer, the diagonal is too large a share of the pairs to scale
+)
 
 
-# Forward and backward of one causal attention, on the rank that takes longest: what ``attention_passes`` is.
+# A function that times forward and backward of one causal attention on the slowest rank, like ``attention_passes``.
 Passes = Callable[
     [LayoutName, int, int, int | None, str, Shape, Speeds, str], tuple[Pass, Pass]
 ]
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
+    """Count the pairs of a causal sequence, within a window if given."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
 
@@ -165,7 +170,7 @@ def _passes(
     else:
         grows_inside = _LARGEST_SCHEDULE * route.ulysses < 4 * speeds.ranks_per_node
     unit = nodes if grows_inside else route.inner
-    # What an inner ring's ends add counts less the longer it is, so these are as long as they may be.
+    # The ends of an inner ring matter less the longer it is, so use the longest ones allowed.
     most = max(
         2,
         (_MOST_RANKS if grows_inside and route.inner > 1 else _LARGEST_SCHEDULE)

@@ -8,7 +8,7 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.shapes import ModelShape
 
 _FLOAT32: Final = 4
-# Of a number, with a float32 factor for a block of 256 (bitsandbytes, torchao) or 128.
+# Bytes per number, with a float32 factor per block of 256 (bitsandbytes, torchao) or 128.
 MOMENT_BYTES: Final = {"float32": 4.0, "8bit": 1 + 4 / 256, "4bit": 1 / 2 + 4 / 128}
 
 

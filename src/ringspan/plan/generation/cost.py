@@ -23,12 +23,12 @@ from ringspan.plan.cost.setting import dtype_bytes
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
-# What a collective of a few bytes takes, inside a node and between nodes: no table has it, and of a token it is what
-# a ring costs. An assumption about NCCL; measure yours.
+# Seconds of a collective of a few bytes inside a node (True) and between nodes: most of what a ring adds to a token. No
+# data sheet has it, so this is an assumption about NCCL; measure yours.
 COLLECTIVE_SECONDS: Final = {True: 20e-6, False: 40e-6}
 _FLOAT32: Final = 4
 _CANDIDATE: Final = 8  # bytes of a score with its position
-_MOST_TIMED: Final = 64  # chunks of a prompt
+_MOST_TIMED: Final = 64  # chunks of a prompt that are timed one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
         else local.root + 2 * local.layer_parameters
     )
     weights = mine + (gathered if text.ring > 1 else 0)
-    # nothing follows the last, so it is not kept
+    # The last new token is not cached, as no token follows it.
     kinds, written = (
         local.counted(local.layers),
         text.new_tokens - 1,
@@ -119,7 +119,11 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
 
 
 def cached_numbers(text: Text, kind: LayerKind, read: int, written: int) -> int:
-    """Return what the fullest rank keeps of a sequence: keys and values or latents, and of an index keys or entries."""
+    """Return the numbers that the fullest rank caches per sequence and layer: keys and values, or latents.
+
+    With an index also its keys, or the entries that it chooses among, and the last tokens, which new entries will
+    pool.
+    """
     index, tokens = kind.index, read + written
     found = kind.cached * _held(text, kind, read, written)
     if index is None:
@@ -127,7 +131,8 @@ def cached_numbers(text: Text, kind: LayerKind, read: int, written: int) -> int:
     last, inputs = index.tail
     if not last:
         return found + round(index.key) * _fullest(text, read, written, None)
-    entries = -(-tokens // (index.size * text.ring))  # those begun, in turn
+    # Entries are dealt in turn, and one is counted as soon as it begins.
+    entries = -(-tokens // (index.size * text.ring))
     numbers = round(index.size * (index.token if index.window else index.key))
     return found + entries * numbers + min(last, tokens) * inputs
 
@@ -148,7 +153,7 @@ def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
     queries = a * kind.heads * kind.head_dim
     tokens = text.batch * _held(text, kind, text.prompt, written)
     rows = tokens * (kind.cached // 2)
-    if kind.latent:  # the product, and the keys that are copied out of it
+    if kind.latent:  # the expanded product, and the keys copied from it
         rows += tokens * kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
     if index:
         rows += round(text.batch * text.prompt * (index.token + index.key))
@@ -174,7 +179,10 @@ def _wide(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
-    """Return the fullest rank's tokens of a layer: reading shares evenly, writing deals blocks, windows come last."""
+    """Return the tokens of a layer that the fullest rank caches, with a window only its last ones.
+
+    Reading a prompt shares it evenly; new tokens are dealt in blocks.
+    """
     if text.ring == 1:
         return min(read + written, read + written if window is None else window)
     seen = written if window is None else min(written, window)
@@ -192,7 +200,7 @@ def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _of_window(ring: int, before: int, last: int, window: int) -> int:
-    """Return a rank's most of the last ``window`` tokens, after reading the last two chunks."""
+    """Return how many of the last ``window`` tokens one rank has at most, after reading the last two chunks."""
     shares = Shares(ring)
     for count in (before, last):
         if count:
@@ -201,6 +209,7 @@ def _of_window(ring: int, before: int, last: int, window: int) -> int:
 
 
 def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
+    """Return the cost of a prompt and its new tokens; the last token costs most, and the mean stands for all."""
     times = _Times(shape, text, device)
     first, exposed = times.reading()
     parts = times.writing(text.prompt)
@@ -214,8 +223,14 @@ def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
 
 class _Times:
     def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
+        """Count the collectives that a pass of a few tokens waits for, and the rates.
+
+        ``few``: each kind as a few queries compute it. ``collectives``: each attention merges the ranks' results, an
+        index first finds the best keys of all ranks, and the logits come last; tensor parallelism adds two sums per
+        layer, and gathered weights one gather.
+        """
         self.text, self.device, self.shape = text, device, shape.split(text.tp)
-        # Keys of another layer are read like own ones.
+        # A layer that takes an earlier one's keys reads them like its own.
         self.kinds = Counter(
             replace(kind, caches=max(1, kind.caches)) for kind in self.shape.kinds
         )
@@ -225,7 +240,6 @@ class _Times:
         inside = text.ring * text.tp <= device.devices_per_node
         self.collective = COLLECTIVE_SECONDS[inside]
         layers = shape.layers
-        # Results are merged, after the best of all ranks' keys are found if an index scores them; then come the logits.
         scores = {
             kind: kind.index is not None and kind.index.scored > 0
             for kind in self.kinds
@@ -242,11 +256,11 @@ class _Times:
         self.flops = self.peak * device.attention_efficiency
 
     def reading(self) -> tuple[float, float]:
-        """Return the seconds to the first token, and of these the waiting for links."""
+        """Return the seconds to the first token, and how much of that waits for links."""
         text = self.text
         seconds = exposed = 0.0
         chunks = -(-text.prompt // text.chunk)
-        # neighbours, of which the middle one stands for all
+        # With many chunks, the middle one of several neighbours stands for them.
         alike = -(-chunks // _MOST_TIMED)
         for first in range(0, chunks, alike):
             times = min(alike, chunks - first)
@@ -311,8 +325,8 @@ class _Times:
         return seconds, exposed
 
     def _seen_by_few(self, kind: LayerKind) -> LayerKind:
-        # as in ``choice.sends_latents``
-        """Return a layer as a few queries see it: as keys of one head, latents that are not expanded."""
+        """Return a layer as a few queries compute it: unexpanded latents are the keys and values of one head."""
+        # The condition is like ``choice.sends_latents``.
         if not kind.compressed or self.text.ring == 1 or self.text.tp > 1:
             return kind
         return replace(
@@ -366,7 +380,7 @@ class _Times:
                 held // index.size,
                 index.kept // (index.topk * index.size),
             )
-            # Blocks score by their best key of all ranks; of keys and pools the best are candidates.
+            # A block's score needs its best key on any rank, so all are sent; of keys and pools only the best are.
             is_of_blocks = index.keys > 1 and not index.tail[0]
             found += (
                 _FLOAT32 * blocks * entries
@@ -376,7 +390,7 @@ class _Times:
         return self.text.batch * found
 
     def _layer(self, kind: LayerKind, tokens: int) -> float:
-        """Return the seconds of a layer's products: of experts, those are read that any token is sent to."""
+        """Return the seconds of a layer's products; weights of experts are read if any token is sent to them."""
         others = 1 - kind.chosen
         more = kind.experts[1] * (others - others**tokens)
         return self._matrices(kind.matrices, tokens, more)
@@ -390,13 +404,13 @@ class _Times:
         )
 
     def _few(self, kind: LayerKind, count: int, held: int) -> float:
-        """Return a layer's attention seconds for a few tokens, computed by every rank over its own share."""
+        """Return a layer's attention seconds for a few tokens, each rank with its own share of the cache."""
         text, seen, read = self.text, self.few[kind], min(held, self.text.prompt)
         numbers, share = (
             f(text, kind, read, held + count - read) for f in (cached_numbers, _held)
         )
         computed = self._computed(seen, count, held)
-        if seen.latent:  # expanded ones are written and read
+        if seen.latent:  # expanded keys and values are written and read
             numbers += (
                 2 * share * kind.calls * kind.heads * (kind.head_dim + kind.value_dim)
             )
@@ -434,5 +448,5 @@ class _Times:
 
 
 def _later(count: Callable[[int], float], held: int, more: int) -> float:
-    """Return what ``more`` tokens add to a count of the first."""
+    """Return how much ``more`` tokens add to a count of the first ``held`` ones."""
     return count(held + more) - (count(held) if held else 0)

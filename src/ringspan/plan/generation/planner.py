@@ -158,6 +158,7 @@ class TextPlan:
         )
 
     def _about_one_device(self) -> Iterator[str]:
+        """Yield whether one device would hold the model and cache, and whether it would be quicker."""
         alone, cost, title = self.alone, self.cost, self.question.device.title
         if not self.alone_fits:
             yield (
@@ -196,6 +197,7 @@ class TextPlan:
             yield f"weights stay whole on each rank of the ring, besides their shards: {need} in all with the cache"
 
     def _about_tokens(self) -> Iterator[str]:
+        """Yield the parts of a token's time, and the collective at which one device would be as fast."""
         text, cost, parts = self.text, self.cost, self.cost.token_parts
         told = f"{shown_seconds(parts['weights'])} for the weights, {shown_seconds(parts['cache'])} for the cache"
         if not cost.collectives_per_token:
@@ -241,7 +243,7 @@ def _as_json(cost: TextCost, *, fits: bool) -> dict[str, Any]:
 def plan_text(question: TextQuestion) -> TextPlan:
     """Return the quickest mesh, of fewer devices within three percent; if none fits, the most frugal one."""
     holding = [text for text in question.texts if question.fits(text)]
-    # Weights that are gathered for each token are for where they do not fit.
+    # Gather weights for each token only on meshes that do not hold them whole.
     whole = {
         (text.replicate, text.ring, text.tp)
         for text in holding

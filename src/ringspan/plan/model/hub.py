@@ -51,7 +51,7 @@ def out_of_reach() -> str | None:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=_PROBE_SECONDS)
-    except Exception as error:  # of the HTTP library that huggingface_hub has chosen
+    except Exception as error:  # depends on the HTTP library that huggingface_hub uses
         return f"{constants.ENDPOINT}: {one_line(error, 80)}"
     return None
 
@@ -61,7 +61,7 @@ def _offline() -> Iterator[None]:
     """Act as if HF_HUB_OFFLINE had been set when the Hub's clients were imported."""
     from huggingface_hub import constants
 
-    # which keeps a copy; it is slow to import, and not every block needs it
+    # datasets keeps a copy of the flag. It is slow to import, so set it only if it was imported.
     modules: list[Any] = [constants]
     if "datasets" in sys.modules:
         modules.append(sys.modules["datasets"].config)

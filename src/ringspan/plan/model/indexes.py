@@ -41,7 +41,7 @@ def index_of(module: Any, choice: Choice, token: int) -> Index:
 def _blocks(of: Any, token: int) -> Index:
     heads, size = of.q_proj.out_features // of.head_dim, of.block_size
     kept = heads * of.topk_blocks * size
-    scored = heads * of.head_dim * size  # of each token
+    scored = heads * of.head_dim * size  # for each token of a block
     return Index(
         topk=of.topk_blocks,
         token=token,
@@ -93,7 +93,7 @@ def _entries(of: Any, window: int) -> Index:
     return replace(all_, topk=topk, scored=index.num_heads * index.head_dim, kept=topk)
 
 
-# By what chooses in the place of transformers' index.
+# Facts of an index by the module that replaces transformers' index.
 _POOLED: Final[dict[type, Callable[[Any, int], Index]]] = {
     BlockIndex: _blocks,
     PooledIndex: lambda of, token: _pools(

@@ -149,7 +149,7 @@ class LayerKind:
         return self.scan.flops if self.scan else 0.0
 
     def adapted(self, rank: int, *, is_packed: bool) -> "LayerKind":
-        """Return the layer frozen, perhaps packed, with adapters of a rank on its linear layers."""
+        """Return the layer frozen, and packed if so, with adapters of ``rank`` on its linear layers."""
         (count, sizes, weights), (norm, heads, *others) = self.linears, self.kept
         return replace(
             self,
@@ -161,6 +161,7 @@ class LayerKind:
         )
 
     def share(self, tp: int) -> "LayerKind":
+        """Return one tensor-parallel rank's share: heads, feed-forward and their weights, and all of ``whole``."""
         sizes = (
             "matrices",
             "feedforward",
@@ -191,7 +192,7 @@ class Growth:
 
     @classmethod
     def through(cls, two: int, three: int, four: int | None = None) -> "Growth":
-        """Return the growth with these values of two to four units, a line without the last; one alone copies less."""
+        """Return the growth through the values of 2, 3 and, unless linear, 4 units; a single unit copies less."""
         pairs = 0 if four is None else (four - 2 * three + two) // 2
         units = three - two - 5 * pairs
         return cls(two - 2 * units - 4 * pairs, units, pairs)

@@ -27,7 +27,8 @@ from ringspan.torch.model.attention.indexed import choosing_modules, take_over_i
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
 from ringspan.torch.recurrence.current import SequencePass, passing
 
-_TOKENS: Final = 61  # which divides no size of a model: what it divides is per token
+# A prime that divides no size of a model, so that a number of elements it divides is per token.
+_TOKENS: Final = 61
 _ATTENTION: Final = "ringspan_counted"
 
 
@@ -95,7 +96,7 @@ class LayerRun:
     shared: int = 0
 
     def settle(self, shared: set[int]) -> None:
-        """Leave out what nothing of the result needs, and norms' inputs kept for something else; count the shared."""
+        """Drop tensors that the result does not need and norms' inputs kept elsewhere; count the shared numbers."""
         self.saved = [each for each in self.saved if each.storage() is not None]
         known = {id(each.storage): each for each in self.saved if not each.in_norm}
         self.inputs = [
@@ -168,13 +169,16 @@ def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
 
 
 def _looks_of(named: tuple[str, nn.Module]) -> object:
+    """Return a module's path, class, settings and weight shapes: equal ones cost the same.
+
+    Whole numbers that say which layer it is are left out.
+    """
     path, module = named
     settings = [
         (n, x)
         for n, x in vars(module).items()
         if isinstance(x, (bool, int, float, str, type(None)))
     ]
-    # which layer it is
     numbers = {
         n for n, x in settings if type(x) is int and ("idx" in n or "layer" in n)
     }
@@ -191,13 +195,17 @@ class _Watch:
     """The module at work, and what has been kept before."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Start outside of all layers.
+
+        ``known``: storages that are not counted (weights, what is counted already). ``shared``: what layers are given
+        besides hidden states; ``copies``: their copies in a layer's dtype. ``inputs``: what the running child was
+        given.
+        """
         self.layer = self.outside = LayerRun()
         self.child, self.norms, self.counted = "", 0, 0
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.ignore(*model.parameters(), *model.buffers())
-        self.shared: dict[
-            int, weakref.ref[torch.UntypedStorage]
-        ] = {}  # what layers are given besides hidden states
+        self.shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.copies: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.inputs: set[int] = set()
         grouped = {torch.ops.aten._grouped_mm: _grouped, _FALLBACK: _grouped}
@@ -258,7 +266,7 @@ def run_layers(
     layers: list[nn.Module],
     first: list[int],
 ) -> tuple[list[LayerRun], LayerRun]:
-    """Run a model on the meta device; watch its layers (equal ones share a run), and what is around them."""
+    """Run a model on the meta device and watch its layers (equal ones share a run), and the rest around them."""
     take_over_index(decoder, choosing_modules(decoder))
     try:
         return _run(
@@ -268,7 +276,7 @@ def run_layers(
             first,
             torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"),
         )
-    # of code that asks for tokens' positions
+    # Code that asks for tokens' positions needs values, which the meta device lacks.
     except (
         RuntimeError,
         NotImplementedError,
@@ -290,6 +298,11 @@ def _run(
     first: list[int],
     tokens: Tensor,
 ) -> tuple[list[LayerRun], LayerRun]:
+    """Run a decoder once with counting attention and hooks; return each layer's run and the run of the rest.
+
+    Attention is registered under a name of its own, so that it runs without a kernel and notes its sizes. Kept tensors
+    are noted by hooks for saved tensors, products by PyTorch's FLOP counter.
+    """
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
 
     def compute(
@@ -326,7 +339,7 @@ def _run(
     if type(decoder).__name__ in TAKE_MASKS:
         AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
     if decoder.config._attn_implementation == _ATTENTION:
-        pass  # as the run before left it
+        pass  # set by an earlier run
     elif own := own_attention(decoder):
         decoder.config._attn_implementation = _ATTENTION
         take_over_attention(own, _ATTENTION)
@@ -354,7 +367,7 @@ def _run(
                     for storage in each.values()
                 }
             )
-        del out  # until here, with what its backward pass needs
+        del out  # its graph kept alive, until now, what backward needs
     return [runs[number] for number in first], watch.outside
 
 
@@ -366,6 +379,11 @@ def _hooked(
     layers: list[nn.Module],
     first: list[int],
 ) -> Iterator[None]:
+    """Tell the watch which layer, child, linear layer or norm of a decoder runs, by hooks that are removed at the end.
+
+    A layer like an earlier one does not run: it returns copies of that one's output. Layers get copies of float32
+    arguments in their own dtype, as from FSDP. Norms that can run in chunks of tokens note their input.
+    """
     handles: list[Any] = []
     made: dict[int, Any] = {}
 
@@ -439,7 +457,7 @@ def _hooked(
                     None,
                     lambda _, run=run, module=module: run.linears.add(module),
                 )
-            # Norms that run in chunks of tokens (``blockwise.norm``).
+            # ``blockwise.norm`` runs these in chunks of tokens.
             if (
                 is_norm(module)
                 and not isinstance(module, nn.LayerNorm)
@@ -480,7 +498,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ...]:
-    """Return what a layer keeps of a token by ``kinds.PARTS``; ``mixers`` are its children with attention."""
+    """Return what a layer keeps per token by ``kinds.PARTS``; ``mixers``: its children with attention or a state."""
     last = max((at for at, name in enumerate(run.order) if name in mixers), default=-1)
     early = {
         name for name in run.order[: last + 1] if name not in run.order[last + 1 :]

@@ -45,7 +45,7 @@ def measure(
 
     def note(x: Tensor) -> Tensor:
         if id_of(x) not in weights:
-            # held, so that its number is given to no other
+            # Held, so that no other storage gets its number.
             kept.setdefault(id_of(x), x)
         return x
 
@@ -114,7 +114,7 @@ def _forward(
 def _backward(
     _: object, query: object, key: object, value: object, *__: object, **___: object
 ) -> int:
-    # of the model, without the scores that a kernel computes again
+    # The model's FLOPs leave out the scores that a kernel recomputes.
     return 2 * sdpa_flop(query, key, value)
 
 
@@ -124,6 +124,7 @@ class WithIntegers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
+        """Run an operator with integers created on the CPU, and without values if it has meta tensors."""
         del types
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -139,19 +140,21 @@ class WithIntegers(TorchDispatchMode):
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
-    """Return the entries that a mask with values selects, whose number its shape does not say."""
+    """Return a boolean mask as the indices that it selects, whose number a meta device cannot know."""
     if index is None or index.is_meta or index.dtype != torch.bool:
         return [index]
     return [*index.nonzero(as_tuple=True)]
 
 
 def _without_values(x: object) -> Any:
+    """Move a tensor to the meta device, except a scalar."""
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
 
 
 def _is_of_integers(
     func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
+    """Return whether an operator creates integers, by its dtype, its first tensor or its numbers."""
     if kwargs.get("dtype") is not None:
         return not kwargs["dtype"].is_floating_point
     if tensors:

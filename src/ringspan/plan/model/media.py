@@ -11,7 +11,7 @@ from ringspan.core.errors import ConfigError
 OPTIONS: Final = {"image": "--images", "video": "--frames", "audio": "--sound"}
 """Options by modality."""
 _FORM: Final = re.compile(r"(\d+)(?:x(\d+)x(\d+))?")
-_MOST: Final = 1 << 30  # a slip of the keyboard, as in ``search.MOST``
+_MOST: Final = 1 << 30  # more is a typing error, as in ``search.MOST``
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def config_of(values: Mapping[str, Any], name: str) -> PreTrainedConfig:
                 if key != "model_type"
             }
         )
-    except Exception as error:  # of config classes of any kind
+    except Exception as error:  # a config class may raise anything
         raise ConfigError(
             f"{name}: transformers builds no {kind} model of its config: {one_line(error)}"
         ) from error
@@ -86,7 +86,7 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = auto.from_config(config, dtype=torch.bfloat16)
-    except Exception as error:  # of modules of any kind
+    except Exception as error:  # a module may raise anything
         kind = values["model_type"]
         raise ConfigError(
             f"{name}: transformers builds no {kind} model of its config: {one_line(error)}"
@@ -103,13 +103,14 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
     named = layers_of(decoder)
     layers = [*named.values()]
     unsplit, split = _split(model, decoder)
-    with suppress(Exception):  # of a model whose experts have one implementation
+    with suppress(Exception):  # the model may have one implementation of experts only
         model.set_experts_implementation("grouped_mm")
-    with suppress(Exception):  # of a config that must have one
-        config.pad_token_id = None  # some look for it in the tokens
+    # Some models look for the padding token in the tokens, which have no values; some configs must have one.
+    with suppress(Exception):
+        config.pad_token_id = None
     # Some layers have several attentions, and some configs number the encoder's layers.
     sees = (len(layers) * layer_kinds(config))[: len(layers)]
-    # of which one may run more often
+    # Layers of different stacks differ, as one stack may run more often.
     stacks = [path.rpartition(".")[0] for path in named]
     keeps = (len(layers) * cached_kinds(config))[: len(layers)]
     first = first_alike(layers, zip(sees, keeps, stacks, strict=True))
@@ -117,14 +118,14 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
         runs, outside = run_layers(model, decoder, layers, first)
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from error
-    except Exception as error:  # of code that asks for values
+    except Exception as error:  # code that asks for values may raise anything
         raise UnsupportedError(
             f"{name}: the planner cannot run {kind} without values: {one_line(error, 80)}"
         ) from error
     kinds: list[LayerKind] = []
     held: set[Tensor] = set()
     for number, (layer, run) in enumerate(zip(layers, runs, strict=True)):
-        own = {*layer.parameters()} - held  # without what it shares with earlier layers
+        own = {*layer.parameters()} - held  # earlier layers count what they share
         held |= own
         if first[number] == number:
             whole = 0 if unsplit else sum(p.numel() for p in own if p not in split)
@@ -190,6 +191,11 @@ class _Facts:
     """A layer: its children with attention or a state, and what they and the others hold."""
 
     def __init__(self, layer: nn.Module, size: int, run: LayerRun, where: str) -> None:
+        """Sort a layer's weights: of children with attention or a state, and others (a feed-forward, experts).
+
+        ``mixers``: names of the former children. ``rest``: sizes of the other weights; ``experts``: their number and
+        all their weights. ``mixing``: weights of the mixers that the run used.
+        """
         self.layer, self.size, self.run, self.where = layer, size, run, where
         self.stateful = stateful_modules(layer)
         if len(self.stateful) > 1:
@@ -223,10 +229,10 @@ class _Facts:
             *run.linears,
             *(each for state in self.stateful.values() for each in state.modules()),
         }
-        # Zamba's, for its other layers
+        # A shared layer of Zamba holds linear layers that other layers call.
         idle = {id(each.weight) for each in self.linears if each not in called}
         inside -= idle
-        # Without decays, of as many numbers as a state.
+        # Decays are left out: they have the numbers of a state, and are not multiplied with a token.
         weights = [
             (path, p)
             for path, p in layer.named_parameters()
@@ -235,6 +241,12 @@ class _Facts:
         self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
 
     def kind(self, sees: Seen, whole: int, *, keeps: bool) -> LayerKind:
+        """Return the layer as counted.
+
+        ``sees``: its window or chunks. ``whole``: numbers of parameters that tensor parallelism does not split.
+        ``keeps``: whether generation caches keys of its own. Weights of a mixer with a state are counted by size, as
+        its code may run the products another way; others by the products of the run.
+        """
         scan, channels, taps, mixed = None, 0, 0, 0
         for path, module in self.stateful.items():
             scan = scan_of(module, f"{self.where}, {path}")
@@ -258,7 +270,7 @@ class _Facts:
         products = self._products()
         linears = [each.weight for each in self.linears]
         return LayerKind(
-            parameters=0,  # counted with those that layers share
+            parameters=0,  # ``decoder_values`` sets it, without what earlier layers share
             whole=whole,
             matrices=used + mixing,
             mixing=mixing,
@@ -288,7 +300,7 @@ class _Facts:
         )
 
     def _kept(self) -> tuple[Kept, ...]:
-        """Return what the run kept; before a state's result, what a fused kernel would."""
+        """Return what the run kept, and for a layer with a state what a fused kernel would keep."""
         kept = kept_of(self.run, self.layer, self.mixers)
         if not self.stateful:
             return kept

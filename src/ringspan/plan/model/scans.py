@@ -78,7 +78,7 @@ def _lightning(heads: int, size: int, block: int) -> Scan:
     )
 
 
-# By the function of transformers that a module calls.
+# Keys are the functions of transformers that modules call.
 _SCANS: Final[dict[str, Callable[[Any], Scan]]] = {
     "torch_chunk_gated_delta_rule": lambda of: _delta(
         of.num_v_heads, of.head_k_dim, of.head_v_dim

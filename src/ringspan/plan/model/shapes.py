@@ -8,8 +8,8 @@ from typing import Final
 from ringspan.core.errors import UnsupportedError
 from ringspan.plan.model.kinds import Kept, LayerKind, Tower
 
-# Bytes of a weight: whole numbers with a float32 scale for some thousand of a row; 4 bits with a scale and a zero point
-# of 16 bits for each 128; or with a float32 scale for each 64, or one of 8 bits, of which 256 share one in float32.
+# Bytes per weight, scales included. int8: a float32 scale per row of about 4096. int4: a scale and a zero point of 16
+# bits per 128 weights. nf4: a float32 scale per 64. nf4-double: 8 bits per 64, and a float32 scale per 256 of those.
 PACKED_BYTES: Final = {
     "": 0.0, "int8": 1 + 4 / 4096, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
     "nf4-double": 0.5 + (1 + 4 / 256) / 64,
@@ -74,6 +74,7 @@ class ModelShape:
         return replace(self, kinds=kinds, lora=rank, weights=weights, unsplit=unsplit)
 
     def bytes_of(self, parameters: int, packed: int, number_bytes: int) -> int:
+        """Return the bytes of parameters, ``packed`` ones packed and the others with ``number_bytes`` each."""
         return number_bytes * (parameters - packed) + round(
             PACKED_BYTES[self.weights] * packed
         )
@@ -146,6 +147,7 @@ class ModelShape:
         return {}
 
     def _share(self, tp: int) -> "ModelShape":
+        """Return ``split``'s share for one number of ranks; UnsupportedError if a size does not divide."""
         if self.unsplit:
             raise UnsupportedError(f"{self.name}: {self.unsplit}")
         for kind in {*self.kinds}:

@@ -67,7 +67,7 @@ def seeing_shape(
     of_text = decoder_values(model, name)
     of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
     shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
-    if kind not in KINDS:  # whose decoder alone goes on the ring
+    if kind not in KINDS:  # a ring runs only its decoder
         if media:
             raise ConfigError(
                 f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
@@ -121,7 +121,7 @@ def _shown(model: PreTrainedModel, media: Media, name: str) -> list[Modality]:
 def _tower(
     model: PreTrainedModel, modality: Modality, given: Units, name: str
 ) -> Tower:
-    """Measure the cost of units on few of them."""
+    """Measure the tower on a few units and extrapolate to all."""
     parts = towers_of(model)
     for part in parts:
         part.set_attn_implementation(ATTENTION)
@@ -138,7 +138,8 @@ def _tower(
         except (
             NotImplementedError,
             RuntimeError,
-        ) as error:  # of values that the meta device has not
+        ) as error:
+            # The code asks for values, which the meta device lacks.
             raise UnsupportedError(
                 f"{name}: the planner cannot run the tower of {model.config.model_type} without values: "
                 f"{one_line(error)}"
@@ -146,7 +147,7 @@ def _tower(
 
     one = run(1, count_flops=True)
     assert one.flops is not None
-    # whose images lie beside each other
+    # Pixtral joins its images to one sequence under a mask, so its cost has a quadratic term.
     counts, flops = (2, 3), Growth(units=one.flops)
     if "pixtral" in [part.config.model_type for part in parts]:
         counts, two = (2, 3, 4), run(2, count_flops=True).flops
@@ -158,14 +159,14 @@ def _tower(
         if part.supports_gradient_checkpointing:
             checkpoint_all(part, {"use_reentrant": False})
     checkpointed = Growth.through(*(run(count).saved_bytes for count in counts))
-    for part in parts:  # under its name before transformers 5.2x too
+    for part in parts:  # transformers before 5.2x has another name
         getattr(
             part,
             "activation_checkpointing_disable",
             part.gradient_checkpointing_disable,
         )()
     pixels = sum(each.numel() for each in inputs(1).values() if each.is_meta)
-    # behind the last frame of a video alone
+    # Only the last frame of a video is followed by a break.
     breaks = int(isinstance(modality.cut, FramesOfVideos))
     return Tower(
         modality=modality.name,
@@ -253,6 +254,11 @@ def _inputs(
 def _frames_of_grid(
     cut: FramesOfGrid, tower: PreTrainedConfig, given: Units
 ) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+    """Return the units of images or frames of any size, and a function that gives a number of them as inputs.
+
+    An image of h x w pixels is a grid of (h / patch) x (w / patch) patches, merged by ``spatial_merge_size``; a unit of
+    a video joins ``temporal_patch_size`` frames.
+    """
     side, merged = tower.patch_size, tower.patch_size * tower.spatial_merge_size
     if given.size is None:
         raise ConfigError(
