@@ -116,7 +116,7 @@ def allocated_bytes(function: Callable[[], Any]) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # its profiler tells standard error that it starts and stops
+    # Keep torch's profiler from reporting its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()

@@ -42,7 +42,7 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.agreement import shared_bytes
 from ringspan.torch.transport.exchange import COUNTERS
 
-# FLOPs, in units of the forward pass
+# The kinds of call that are timed, with their FLOPs in units of the forward pass.
 KINDS: Final = {
     "forward": 1.0,
     "forward_backward": 3.5,
@@ -75,6 +75,11 @@ def run_attention(case: AttentionCase) -> dict[str, Any]:
 
 
 def _measure_attention(case: AttentionCase) -> dict[str, Any]:
+    """Measure a case on one rank: time ring and baseline in turn, then the wait for messages, the peak and the error.
+
+    All ranks draw the same inputs and take their positions of the layout; rank 0 also runs the baseline on the whole
+    sequence, with the threads of all ranks, while the others wait.
+    """
     device, dtype = local_device(), getattr(torch, case.dtype)
     mask, rank = Mask.parse(case.mask), dist.get_rank()
     layout = Layout(case.layout, case.length, case.ranks)
@@ -254,6 +259,10 @@ def run_step(case: StepCase) -> dict[str, Any]:
 
 
 def _measure_step(case: StepCase) -> dict[str, Any]:
+    """Measure training steps on one rank: in turn a parallelized model, and on rank 0 the same model in one process.
+
+    The baseline uses the threads of all ranks, and a checkpoint policy that keeps the same as the ring's.
+    """
     rank, device = dist.get_rank(), local_device()
     tokens = torch.randint(
         0, case.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0)
@@ -323,7 +332,7 @@ _SDPA = {
 def _keep_sdpa(
     ctx: object, operator: object, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
-    """Checkpoint like checkpoint="attention", for the baseline."""
+    """Keep attention's results and recompute the rest, for a baseline like checkpoint="attention"."""
     return (
         CheckpointPolicy.MUST_SAVE
         if operator in _SDPA

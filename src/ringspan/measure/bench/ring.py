@@ -1,4 +1,4 @@
-"""One rank's whole schedule on one device, blocks copied in, against the fastest kernel on as many pairs."""
+"""One rank's whole schedule on one device, blocks copied in, against the fastest kernel on the same number of pairs."""
 
 import math
 import time
@@ -34,10 +34,9 @@ from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
-_SLEEP_CYCLES: Final = 10_000_000  # about 5 ms, longer than the host takes for a pass of few and large launches
-_SAMPLE: Final = (
-    128  # rows compared with float64, of each of the ranks that are looked at
-)
+# About 5 ms, longer than the host takes to enqueue a pass of few and large launches.
+_SLEEP_CYCLES: Final = 10_000_000
+_SAMPLE: Final = 128  # rows per examined rank that are compared with float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def run(case: RingCase) -> dict[str, Any]:
         everything = {"ring": on, "still": off, **alone}
         found: dict[str, dict[str, list[Timing]]] = {}
         for repeat in range(case.repeats + 1):
-            # In another order each time: what runs finds caches and clocks as the one before has left them.
+            # The order changes each time, as a run inherits the caches and clocks of the one before.
             for name in (
                 np.random.default_rng(repeat).permutation(list(everything)).tolist()
             ):
@@ -161,8 +160,6 @@ class Timing(NamedTuple):
 class Copies:
     """Network that copies what a rank would receive from where it already is, on a side stream."""
 
-    # ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros.
-
     def __init__(self, device: torch.device, blocks: dict[int, Tensor]) -> None:
         self._blocks = blocks
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -174,8 +171,14 @@ class Copies:
     def receive(
         self, pending: Sequence[PendingReceive], key: MessageKey
     ) -> Callable[[], None] | None:
+        """Copy each message's values into its buffer on the side stream; return a function that waits for the copies.
+
+        Blocks come from ``blocks`` by message number, gradients of other ranks are zeros. Without CUDA the copy is done
+        at once.
+        """
         sources = [self._source(key[1], each.spec) for each in pending]
-        if self._stream is not None:  # what last used this memory may still be running
+        # Work that last used this memory may still be running.
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # pyright: ignore[reportArgumentType] - None changes no stream
             for each, source in zip(pending, sources, strict=True):
@@ -184,7 +187,7 @@ class Copies:
                 return None
             copied = torch.cuda.Event()
             copied.record()
-        # they belong to the copies until then
+        # Keep the buffers until the copies are done.
         buffers = [each.read() for each in pending]
 
         def wait() -> None:
@@ -205,6 +208,10 @@ class PlayedRank:
     """One rank's tensors, the others' blocks, and the single sequence to compare with."""
 
     def __init__(self, case: RingCase) -> None:
+        """Draw one rank's random tensors, and find the schedules of its hops and of one sequence with the same pairs.
+
+        ConfigError if the rank computes nothing under the mask; the kernel's refusal if it cannot serve these tensors.
+        """
         self.case, self.device, self.dtype = (
             case,
             local_device(),
@@ -237,7 +244,7 @@ class PlayedRank:
         self.single = make_schedule(self.single_layout, self.mask, 0)
 
     def random(self, heads: int, tokens: int) -> Tensor:
-        """(1, H, T, D), tokens before heads in memory, as projections make them."""
+        """Return random numbers (1, H, T, D), tokens before heads in memory, like the results of projections."""
         shape = 1, tokens, heads, self.case.head_dim
         return (
             torch.randn(shape, generator=self._generator, device=self.device)
@@ -251,10 +258,14 @@ class PlayedRank:
     def passes(
         self, *, is_moving: bool, is_warm: bool = True
     ) -> dict[str, Callable[[], Any]]:
-        # Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
+        """Return functions that run the rank's forward and backward; messages are copied in if ``is_moving``.
+
+        Backward needs out and lse. If ``is_warm`` they come from a forward pass; else any numbers do, so that no pass
+        has run.
+        """
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
-        # whose numbers does not matter
+        # Any numbers do, as results are not compared: every owner's block gets the rank's own.
         blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))
         mine = replace(
             blank,
@@ -276,7 +287,7 @@ class PlayedRank:
         }
 
     def single_kernels(self) -> dict[str, dict[str, Callable[[], Any]]]:
-        """Return each fast kernel that serves, on one sequence of as many pairs."""
+        """Return the passes of each fast kernel that serves, on one sequence with about the same pairs."""
         tokens = self.single_layout.length
         q, dout = (
             self.random(self.case.heads, tokens),
@@ -293,6 +304,7 @@ class PlayedRank:
         }
 
     def _same_pairs(self) -> Layout:
+        """Return the shortest single sequence with at least the pairs of this rank, by bisection."""
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2
@@ -330,7 +342,6 @@ def _arriving(
 ) -> dict[int, Tensor]:
     """Pack keys and values of every block that arrives, by message number; ``of`` gives an owner's tensors."""
     hops, found = one.schedule.hops, dict[int, Tensor]()
-    # some numbers of each owner: what is computed is not compared
     for number, _, kv_heads in one.heads(k, k):
         if one.schedule.gathered is not None:
             own = Block.whole(*of(one.schedule.rank, kv_heads))
@@ -379,6 +390,7 @@ def alone(
                 kernel.forward(*inputs)
 
     def backward() -> None:
+        """Run the kernel's backward for each launch, with any out and lse: they do not change the time."""
         for one in launches:
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
             mine = (
@@ -398,7 +410,7 @@ def alone(
             else:
                 kernel.backward(inputs, one, scores)
 
-    # any numbers: they do not change the time
+    # out and lse of backward.
     result, norm = (
         q,
         lse.new_full(lse.shape, math.log(k.shape[2])),
@@ -418,7 +430,7 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
-    # the ring's, one kernel's, and exact
+    # Parts of the ring's result, of one kernel's, and of the exact one.
     found: dict[str, list[tuple[np.ndarray, ...]]] = {
         "out": [],
         "dq": [],

@@ -23,7 +23,7 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
-# they speak to themselves on other ranks
+# These exchange messages with themselves on other ranks, so their versions must match.
 _MUST_BE_EQUAL: Final = (
     "ringspan",
     "torch",
@@ -32,7 +32,7 @@ _MUST_BE_EQUAL: Final = (
 )
 _MESSAGE_BYTES: Final = {"cpu": 16 << 20, "cuda": 256 << 20}
 _ROUNDS: Final = 3
-_SLOW_LINK: Final = 0.5  # of the median link
+_SLOW_LINK: Final = 0.5  # a link is slow below this share of the median bandwidth
 _CLOCK_SECONDS: Final = 1.0
 _LISTENING: Final = "0A"  # TCP_LISTEN in the kernel's include/net/tcp_states.h
 
@@ -93,14 +93,14 @@ def _facts() -> dict[str, Any]:
 
 def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
     """Return the seconds that each rank's clock is ahead of the first's, and their error."""
-    # The shortest round says most: the clocks were read within it.
+    # The clocks are read within a round, so the shortest round bounds their error best.
     best, error = [0.0] * dist.get_world_size(group), float("inf")
     for _ in range(10):
         dist.barrier(group)
         now = torch.tensor(time.time(), dtype=torch.float64, device=local_device())
         clocks = [torch.empty_like(now) for _ in best]
         dist.all_gather(clocks, now, group=group)
-        # Gathering ends for nobody before all have read their clocks: no two readings are further apart than it took.
+        # all_gather returns only after every rank has read its clock, so readings are at most ``took`` apart.
         took = torch.tensor(
             time.time() - float(now), dtype=torch.float64, device=now.device
         )
@@ -111,12 +111,12 @@ def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
 
 
 def _link_rates(group: dist.ProcessGroup) -> list[float]:
-    """Measure bytes/s from each rank to the next by itself: neighbouring links take turns."""
+    """Measure the bytes/s of each link from a rank to the next while its neighbouring links are idle."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return []
     rates = [0.0] * ranks
-    # the last link of an odd ring has a turn of its own
+    # In an odd ring the last link gets a turn of its own.
     odd = ranks - 1 if ranks % 2 else ranks
     for turn, senders in enumerate(
         (range(0, odd, 2), range(1, odd, 2), range(odd, ranks))
@@ -141,7 +141,7 @@ def _transfer_rates(
     )
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-    # Named by the turn, so that a rank that is late is not sent another turn's block.
+    # The name includes the turn, so that a late rank does not receive another turn's block.
     exchange, best = Exchange(group, f"doctor {name}"), float("inf")
     for message in range(_ROUNDS + 1):
         dist.barrier(group)
@@ -151,7 +151,7 @@ def _transfer_rates(
         receives = [(before, TensorSpec.like(block))] if before in senders else []
         exchange.post(sends, receives, message)[0].wait()
         synchronize(device)
-        if message:  # the first round connects
+        if message:  # the first round only opens connections
             best = min(best, time.perf_counter() - started)
     return gather(block.nbytes / best, group)
 
@@ -200,6 +200,7 @@ def _address(text: str) -> str:
 
 
 def problems_between(examined: dict[str, Any]) -> list[Problem]:
+    """Return the problems that show only by comparing ranks: versions, devices, clocks, links, open ports."""
     facts = examined["ranks"]
     found = [
         problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)
@@ -228,6 +229,7 @@ def problems_between(examined: dict[str, Any]) -> list[Problem]:
 
 
 def _odd_ones(facts: list[dict[str, Any]], name: str) -> list[Problem]:
+    """Return a problem for each rank whose version of a package differs from the most common one."""
     values = [fact["versions"][name] for fact in facts]
     usual = Counter(values).most_common(1)[0][0]
     return [
@@ -244,6 +246,7 @@ def _odd_ones(facts: list[dict[str, Any]], name: str) -> list[Problem]:
 def _slow_links(
     links: list[dict[str, Any]], facts: list[dict[str, Any]]
 ) -> list[Problem]:
+    """Return a problem for each link below half of the median bandwidth; none if there are fewer than three links."""
     if len(links) < 3:
         return []
     usual = median(link["bytes_per_second"] for link in links)

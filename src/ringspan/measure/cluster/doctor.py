@@ -60,7 +60,7 @@ from ringspan.torch.runtime.seams import missing
 from ringspan.torch.transport.collectives import gather
 
 _NEEDED: Final = ("torch", "transformers")  # the others are optional
-# Packages that something here uses when they are there: what for, and how to get them.
+# Optional packages, with what uses them and how to install them.
 _OPTIONAL: Final = {
     "datasets": ("training from a TOML file, and the demo", command("datasets")),
     "tensorboard": ("TensorBoard files of a training run", command("tensorboard")),
@@ -70,10 +70,11 @@ _OPTIONAL: Final = {
     "torchao": ("AdamW with moments in 8 bits", "pip install torchao"),
 }
 _MEASURED_DTYPES: Final = ("bfloat16", "float32")
-_SLOW_RANK: Final = 0.7  # of the median rank
-_TRIAL_SECONDS: Final = 120.0  # after which a rank no longer waits for one that failed
-_WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is rounding
-_RANKS: Final = 4  # of the cases of kernels, with their tokens and heads
+_SLOW_RANK: Final = 0.7  # a rank is slow below this share of the median speed
+_TRIAL_SECONDS: Final = 120.0  # a rank then no longer waits for one that failed
+_WRONG: Final = 1e-5  # relative error of the ring in float32; rounding gives 1e-6
+# Sizes of the cases that kernels are asked about.
+_RANKS: Final = 4
 _LENGTH: Final = 16384
 _HEADS: Final = 8
 _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
@@ -139,7 +140,7 @@ def examine_job(
         examined = examine_rank()
         doing("training a model of two layers")
         trial = examine_training()
-        # A rank that failed reports it itself; its exit ends the job, and with it the ranks that wait.
+        # A rank that failed reports its own failure; its exit ends the job, including ranks that wait.
         return report(examined, trial=trial), is_first or trial.failure is not None
     finally:
         dist.destroy_process_group()
@@ -149,7 +150,7 @@ def examine_rank() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None, "called inside of a process group"
     examined = examine_ranks(group)
-    # all compute at once, as in training: ranks of one machine share its cores
+    # All ranks compute at the same time, as in training, since ranks of one machine share its cores.
     dist.barrier(group)
     speeds = gather(measure_speeds(local_device()), group)
     return examined | {"speeds": speeds, "ring_error": ring_error(group)}
@@ -302,10 +303,11 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _problems_here(device: torch.device) -> Iterator[Problem]:
+    """Yield what is wrong with this machine's packages and torch build: versions, missing parts, backend, CUDA."""
     for name in _NEEDED:
         here = package_version(name) or "none"
         if _is_beyond(name):
-            # Whether it trains all the same is tried below; only that can stop.
+            # It may work anyway: the trial run decides, so this does not stop.
             yield Problem(
                 f"{name} is {here}, newer than any release that ringspan was tried with",
                 pip_command(name),
@@ -382,7 +384,7 @@ def ring_error(group: dist.ProcessGroup) -> float:
         dist.get_rank(group),
         local_device(),
     )
-    # Few tokens: each rank computes them all.
+    # Few tokens, as every rank also computes dense attention of all of them.
     layout = Layout("zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks)
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -487,7 +489,7 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
     for name in kernels.KERNELS:
         reasons = [_why_not(name, where) for where in devices]
         runs = None in reasons
-        # Of the last device, which is the GPU where there is one: that the CPU cannot run it says nothing there.
+        # Give the last device's reason: that is the GPU if there is one, and the CPU's would tell nothing then.
         report[name] = {
             "available": runs,
             "serves": served[name],
@@ -501,5 +503,5 @@ def _why_not(name: str, where: torch.device) -> str | None:
     with FakeTensorMode():
         probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
         why = kernels.why_not(name, probe, probe, Scores(1.0))
-    # The kernels speak of the tensors that they were given; here there is only the machine.
+    # A kernel's reason is about tensors; this report is about the machine.
     return _NO_CUDA if why and why.startswith("it needs CUDA tensors") else why

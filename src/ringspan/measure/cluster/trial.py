@@ -82,7 +82,7 @@ def _model(length: int) -> LlamaForCausalLM:
 
 def _losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the losses before each optimizer step and after the last."""
-    # With a large eps an entry whose gradient is nearly zero does not move by its rounding.
+    # With a large eps, rounding does not move an entry with a gradient of nearly zero.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
     for _ in range(STEPS):

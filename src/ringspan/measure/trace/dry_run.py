@@ -57,7 +57,7 @@ class Trace:
 
 def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
     """Trace a training step as ``rank`` of ``replicate x ring x tp``; raise like ``check_rank``."""
-    # A fake process group is made, in which nothing is sent.
+    # The process group is fake and sends nothing.
     check_rank(config, setting, rank)
     tracker = MemoryTracker(is_fake=True)
     with (
@@ -75,7 +75,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, setting.parameter_dtype)
         ).train()
-        # A GPU's host is other memory than the one that is counted; a CPU is its own host.
+        # Host memory counts only on a CPU, which is its own host.
         on_host = _FarHostAdamW if setting.on_gpu else HostAdamW
         model, optimizer, batch = prepare(model, mesh, setting, host_optimizer=on_host)
         tracker.watch_model(model)
@@ -108,7 +108,7 @@ def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer) -> N
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
-    # AdamW makes its state in the first step, and only for parameters with a gradient.
+    # AdamW allocates its state in the first step, only for parameters with a gradient.
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     end_step(tracker, model, optimizer)
@@ -132,7 +132,7 @@ def _batch(
     padded = batch_layout(
         setting.layout, setting.length, setting.ring, folds=setting.folds
     ).padded_length
-    # Not one token again and again, which routers would send to the same few experts.
+    # Tokens differ, as a router would send equal ones to the same few experts.
     tokens = torch.randint(
         model.config.get_text_config().vocab_size, (setting.batch, padded)
     )
@@ -145,7 +145,7 @@ def _batch(
 
 def _without_values(on_gpu: bool) -> DeviceRules:
     """Return rules for tensors without values, as on CPU or GPU: fake CUDA tensors need one."""
-    # No file could hold them, and whatever a module is tried on, it passes.
+    # Tensors without values cannot be offloaded to a file, and any module passes a probe.
     rules = (
         DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
     )
@@ -163,7 +163,7 @@ class _OneChunk(Eager):
     def chunks(
         self, tile: Tile, size: ChunkSize
     ) -> Iterator[tuple[slice, list[slice]]]:
-        # of equal parts the first
+        # The largest chunk stands for all, the first of several.
         pieces = ((rows, keys[0]) for rows, keys in super().chunks(tile, size) if keys)
         rows, keys = max(
             pieces, key=lambda pair: prod(part.stop - part.start for part in pair)
@@ -201,13 +201,14 @@ def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceM
     try:
         yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
     finally:
-        # half a second, for traces alone
+        # Imported here, since it takes half a second and only traces need it.
         from torch.distributed.tensor.debug import (
             _clear_sharding_prop_cache,
         )
 
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor would give a later mesh of the same shape this one's groups
+        # Otherwise DTensor would give this mesh's groups to a later one of the same shape.
+        _clear_sharding_prop_cache()
 
 
 def trace_plan(answer: Plan, rank: int) -> Trace:

@@ -23,7 +23,7 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.exchange import recorded
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
-NUM_STEPS: Final = 3  # one to settle, one for memory, one for time
+NUM_STEPS: Final = 3  # the first settles, the second measures memory, the third time
 _MEMORY_MOMENTS: Final = 250
 
 
@@ -108,11 +108,15 @@ class Profiler:
 
     @contextmanager
     def _tracked(self, *, is_kept: bool) -> Iterator[None]:
+        """Track the memory of a step; if ``is_kept`` store its moments and, on CUDA, the allocator's snapshot.
+
+        Moments have times of the host, which allocates, and phases times of the device.
+        """
         record = is_kept and self._device.type == "cuda" and self._snapshot is not None
         if record:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         self._phases.clear()
-        # Allocations are the host's doing, so their time is the host's, on CUDA too.
+        # The host allocates, on CUDA too, so moments have its times.
         started, device_started = time.perf_counter(), now(self._device)
         with self._tracker:
             if self._num_steps == 1:
@@ -142,6 +146,7 @@ class Profiler:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        """Record a step's transfers, hops and phases on the device's clock, remove the hooks and build the profile."""
         self._phases.clear()
         started = now(self._device)
         try:

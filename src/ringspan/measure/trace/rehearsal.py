@@ -41,9 +41,8 @@ class Rehearsal:
 
     rank: int
     peak_bytes: int
-    reserved_bytes: (
-        int  # the most that the allocator held of the device; on a CPU the peak
-    )
+    # The most that the allocator held of the device; on a CPU the peak.
+    reserved_bytes: int
     bytes: dict[str, int]
     step_seconds: float
     layer_seconds: tuple[tuple[float, float], ...]
@@ -58,6 +57,10 @@ def rehearse_plan(
     bandwidth: float,
     doing: Callable[[str], None] = lambda what: None,
 ) -> Rehearsal:
+    """Run ``rank`` of a plan on this device, with made-up blocks from the other ranks; return what it measured.
+
+    Raises if the whole model does not fit in host memory, or the rank's step not on the device.
+    """
     device = local_device()
     setting = replace(answer.setting, on_gpu=device.type == "cuda")
     shape = answer.question.shape
@@ -92,7 +95,7 @@ def rehearse_plan(
 def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
     """Check that this machine can hold all ranks of a setting."""
     on_gpu = local_device().type == "cuda"
-    # Around the ring: with "auto" the route is not known yet, and none needs so much less that a rank then fits.
+    # With "auto" the route is not known yet: check the ring, as no route needs much less memory.
     needs = training_memory(
         shape, replace(setting, on_gpu=on_gpu, route="ring")
     ).peak_bytes
@@ -151,7 +154,7 @@ def rehearse(
                 config, dtype=getattr(torch, setting.parameter_dtype)
             ).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
-        # from the first step on, in which FSDP makes its buffers
+        # Track from the first step on, as FSDP allocates its buffers in it.
         with MemoryTracker() as tracker:
             arrivals.seen = tracker.communicate
             tracker.watch_model(model)
@@ -194,13 +197,13 @@ def rehearse(
 class _MadeUp(Nobody):
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = 0.0  # spent on making them up, on a CPU
+        self.seconds = 0.0  # spent on making blocks up
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> None:
         super().receive(pending, key)
         started = time.perf_counter()
         for block in (each.read() for each in pending):
-            # Bytes are the high ones of numbers below 1 in any dtype that they are read as.
+            # Bytes 0x38 to 0x3F are high bytes of numbers below 1 in any dtype that reads them.
             block.normal_() if block.is_floating_point() else block.random_(0x38, 0x40)
         self.seconds += time.perf_counter() - started
 
@@ -246,7 +249,8 @@ def _events(
 
 def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> float:
     """Return a rank's wait when blocks arrive at ``bandwidth``, one after the other as posted."""
-    # ``events``: (seconds, number of an exchange, bytes, or -1 when needed), in order; a wait delays what follows.
+    # ``events`` are (seconds, number of an exchange, bytes, or -1 when needed), in order. A wait delays all that
+    # follow.
     delay, free, arrival = 0.0, 0.0, dict[int, float]()
     for moment, number, num_bytes in events:
         if num_bytes >= 0:
@@ -275,7 +279,7 @@ def _layer_moments(model: nn.Module, device: torch.device) -> Iterator[_Layers]:
     layers, handles = _Layers(), []
 
     def begin(number: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if number not in layers.forward:  # not when it is computed again
+        if number not in layers.forward:  # recomputation does not count as forward
             layers.forward[number] = [now(device)]
             if args[0].requires_grad:
                 args[0].register_hook(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def real_meshes() -> ExitStack:
     """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them."""
-    # A mesh reads its rank from a tensor, which under ``FakeTensorMode`` has no values; it has no argument for that.
+    # A mesh reads its rank from a tensor, which has no values under ``FakeTensorMode``; no argument changes that.
     take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
 
     def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -50,7 +50,7 @@ def watched_predictions(
     predicts: Callable[[bool], None],
 ) -> AbstractContextManager[object]:
     """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes."""
-    # A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
+    # A dispatch mode cannot tell these tensors from the traced run's own: both belong to the active fake mode.
     predict = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def predict_and_tell(*args: Any) -> object:

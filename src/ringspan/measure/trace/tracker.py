@@ -94,7 +94,7 @@ class MemoryTracker(TorchDispatchMode):
         """Count these tensors from now on, as this category."""
         for tensor in tensors:
             storage = local_part(tensor).untyped_storage()
-            # By storage: views and detached tensors share their memory with what they were made from.
+            # Count storages, as views and detached tensors share their memory with another tensor.
             if storage._cdata in self._storages:
                 self._move(self._storages[storage._cdata], category)
             else:
@@ -116,7 +116,7 @@ class MemoryTracker(TorchDispatchMode):
             )
 
     def claim_gradients(self) -> None:
-        """Count what has become a parameter's gradient as one."""
+        """Count temporaries that have become a parameter's gradient as gradients."""
         for parameter in self._sharded:
             if parameter.grad is not None:
                 known = self._storages.get(
@@ -147,25 +147,32 @@ class MemoryTracker(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget the moments so far, not what is held."""
-        # FSDP pads uneven ones anew in the first step
+        # FSDP pads uneven parameters to new tensors in the first step.
         self.watch("parameters", self._sharded)
         self.moments.clear()
         self._note(always=True)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
+        # Nothing is compiled under the tracker, and a guard against it costs more than a query of a tensor.
+        return False
 
-    # more than half of what a traced step asks, and no operator
     def __torch_dispatch__(
         self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None
     ) -> object:
+        """Run an operator, and count the storages that it creates or sends.
+
+        New storages are temporaries, or communication if the operator communicates. A temporary that is sent becomes
+        communication, and before a reduction finished gradients are claimed. Not counted: predictions of shapes, and
+        queries of a tensor's device, which are more than half of a traced step's calls. In a fake run, values have
+        fixed answers.
+        """
         if func is _DEVICE_OF:
             return (
                 args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
             )
         if DTensor in types:
-            return NotImplemented  # it comes back here with the local tensors
+            return NotImplemented  # DTensor calls again with its local tensors
         if self.is_fake and func in _ANSWERS:
             return _ANSWERS[func]
         if self._predicts:
@@ -174,7 +181,7 @@ class MemoryTracker(TorchDispatchMode):
             with self:
                 return _LOOPS[func](*args, **(kwargs or {}))
         communicates = func.namespace in COMMUNICATION
-        # By now what the reduction before this one made has become the gradients of a layer.
+        # The results of the previous reduction have become a layer's gradients by now.
         if communicates and func.name().startswith(_REDUCE_SCATTERS):
             self.claim_gradients()
         result = func(*args, **(kwargs or {}))
@@ -190,7 +197,7 @@ class MemoryTracker(TorchDispatchMode):
                 )
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
-            # In-place operators and views return memory that is known, or that is not the step's.
+            # In-place operators and views return storages that are known, or do not belong to the step.
             if storage._cdata not in given and storage._cdata not in self._storages:
                 self._add(storage, "communication" if communicates else "temporaries")
         self._note()
@@ -212,7 +219,7 @@ class MemoryTracker(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)
         if known is not None and storage.nbytes() != known.num_bytes:
-            # only FSDP does: these are gathered parameters
+            # Only FSDP resizes storages, to gather parameters.
             self._move(known, "communication")
             self._count(known.category, storage.nbytes() - known.num_bytes)
             known.num_bytes = storage.nbytes()
@@ -269,7 +276,7 @@ def end_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer) -> 
 def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
     """Return the bytes that the decoder keeps for backward, without parameters gathered by FSDP."""
     tracker = MemoryTracker()
-    # After the decoder and before the loss, which has gradients of its own.
+    # Measure between decoder and loss, as the loss allocates gradients of its own.
     handle = model.base_model.register_forward_hook(lambda *_: tracker.keep())
     with tracker:
         tracker.watch("parameters", [*model.parameters(), *model.buffers()])
@@ -295,12 +302,12 @@ _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
     _ops.ringspan.latent_attention.default: latents._forward._init_fn,
     _ops.ringspan.latent_attention_backward.default: latents._backward._init_fn,
 }
-# A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
+# Answers to questions about values, which a traced run lacks: counts agree, positions are right.
 _ANSWERS: Final[dict[Any, Any]] = {
     _ops.aten._local_scalar_dense.default: 1,
     _ops.aten.equal.default: True,
 }
-# Copy gradients into the buffer that is summed over ranks; the second took the place of the first in torch 2.15.
+# These copy gradients into the buffer to be reduced; torch 2.15 replaced the first by the second.
 _TAKES_GRADIENTS: Final = {
     getattr(_ops.fsdp, name).default
     for name in ("chunk_cat", "chunk_cat_mixed_dtype")
