@@ -102,7 +102,7 @@ def ring_attention(
         int(key_chunk),
         kernel,
     )
-    # All differ along the ring from here on; where a caller's array did not, autodiff makes this the sum over ranks.
+    # From here on all arrays vary along the ring. If a caller's did not, autodiff sums its gradient over the ranks.
     everywhere = (q, k, v, lax.axis_index(axis_name))
     rank = everywhere[-1]
     _check_split(axis_name, ranks, rank, q=q, k=k, v=v)
@@ -113,7 +113,7 @@ def ring_attention(
     out: Array = _attention(  # pyright: ignore[reportAssignmentType]
         geometry, q, k, v, None if sinks is None else varying_like(sinks, *everywhere)
     )
-    # backward: what is asked of padding is not asked of anything
+    # In backward this drops the gradient of padding.
     return _without_padding(out, layout, rank)
 
 
@@ -216,18 +216,18 @@ def sharded_ring_attention(
         for dim, axes in enumerate((batch, (heads,) if heads else (), (axis_name,))):
             parts = prod(mesh.shape[axis] for axis in axes)
             if x.ndim > dim and x.shape[dim] % parts:
-                # where shardings are types, splitting is the caller's or an explicit act
                 raise LayoutError(
                     f"{name}: dimension {dim} has {x.shape[dim]} entries, which the {parts} devices of mesh axis "
                     f"{' x '.join(axes)} do not divide; pad it, or use another mesh"
                 )
+    # With explicit axes shardings are part of an array's type, so arrays are resharded explicitly.
     if AxisType.Explicit in mesh.axis_types:
         q, k, v = (jax.reshard(x, NamedSharding(mesh, split)) for x in (q, k, v))
         sinks = (
             None if sinks is None else jax.reshard(sinks, NamedSharding(mesh, P(heads)))
         )
     local = partial(ring_attention, axis_name=axis_name, **options)
-    # What interprets a kernel does not know of axes.
+    # Pallas's interpreter does not know along which axes arrays vary.
     is_checked = options.get("kernel") != "pallas" or not is_interpreted()
     on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=is_checked)
     with_sinks = on_mesh(
@@ -238,6 +238,7 @@ def sharded_ring_attention(
 
 
 def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
+    """Raise UnsupportedError unless q, k, v and sinks are arrays of shapes and dtypes that fit each other."""
     for name, array in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if array is not None and not (
             hasattr(array, "shape") and hasattr(array, "dtype")

@@ -16,7 +16,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.jax.mesh import BATCH_AXES, own_mesh
 
-# the label of a token without a target, as in transformers and torch
+# The label of a token without a target, as in transformers and torch.
 IGNORED: Final = -100
 
 _KEYS: Final = ("input_ids", "labels", "shift_labels")

@@ -48,7 +48,7 @@ def blockwise_feedforward(
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
     """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or the last row."""
-    # The last row, since 0 times NaN is NaN if a function has no derivative at zero.
+    # Padding repeats the last row: a function without a derivative at 0 would give NaN, and 0 times NaN is NaN.
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))
     size = -(-len(rows) // number)
@@ -90,7 +90,7 @@ def blockwise_cross_entropy(
         lax.axis_size(vocabulary_axis) if vocabulary_axis else 1
     )
     _check(hidden, weight, targets, vocabulary)
-    # in which -100 would be 156, say, and that target none
+    # Unsigned targets become int32, since -100 would be 156 in uint8 and hide that target.
     kind = jnp.result_type(targets)
     if jnp.issubdtype(kind, jnp.unsignedinteger):
         bounded = (
@@ -106,8 +106,13 @@ def blockwise_cross_entropy(
 
     @jax.checkpoint
     def one_chunk(loss: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+        """Add the loss of a chunk of tokens: ``lse - logits[target]``, over all parts of the vocabulary.
+
+        Each device has the logits of its rows of ``weight`` only: the maximum, the sum of exponentials and the target's
+        logit, which one device has, are combined over the axis.
+        """
         rows, target = chunk
-        # 0 times NaN would be NaN in the weight's gradient
+        # Zero hidden states without a target: 0 times NaN would be NaN in the weight's gradient.
         rows = jnp.where((target == IGNORED)[:, None], 0, rows)
         logits = lax.dot_general(
             rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
@@ -122,7 +127,7 @@ def blockwise_cross_entropy(
         ]
         picked = total(jnp.where(is_here, picked, 0))
         is_known = (target == IGNORED) | ((target >= 0) & (target < vocabulary))
-        # a factor, so that gradients are NaN too
+        # NaN is a factor, so that gradients are NaN too.
         losses = (lse - picked) * jnp.where(is_known, 1, jnp.nan)
         return loss + jnp.where(target == IGNORED, 0, losses).sum(), None
 
@@ -132,6 +137,7 @@ def blockwise_cross_entropy(
 
 
 def _check(hidden: Array, weight: Array, targets: Array, vocabulary: int) -> None:
+    """Raise UnsupportedError unless shapes fit and targets are integers, if known within the vocabulary."""
     shapes = [tuple(jnp.shape(x)) for x in (hidden, weight, targets)]
     if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (
         *shapes[2],

@@ -12,8 +12,9 @@ from ringspan.core.mesh_axes import Names, assigned, recognised
 from ringspan.core.messages.numbers import described, integer
 
 AXES: Final = ("dp", "fsdp", "tp", "sp")
-BATCH_AXES: Final = ("dp", "fsdp")  # over which the sequences of a batch are split
-TOKEN_AXES: Final = ("dp", "fsdp", "sp")  # over which its tokens are
+# Axes that split the sequences of a batch, and axes that split its tokens.
+BATCH_AXES: Final = ("dp", "fsdp")
+TOKEN_AXES: Final = ("dp", "fsdp", "sp")
 
 
 def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
@@ -81,9 +82,11 @@ def check_mesh(mesh: object) -> None:
 
 
 def _map(mesh: Mesh, roles: Mapping[str, tuple[str, ...]]) -> Mesh:
+    """Return a mesh with our axes: each joins the given mesh's axes of its role, or has size 1 without any."""
     names = mesh.axis_names
     used = [names.index(name) for axis in AXES for name in roles[axis]]
-    others = [dim for dim in range(len(names)) if dim not in used]  # of one device each
+    # Axes without a role have one device, so their place does not matter.
+    others = [dim for dim in range(len(names)) if dim not in used]
     sizes = [int(np.prod([mesh.shape[name] for name in roles[axis]])) for axis in AXES]
     devices = mesh.devices.transpose(*used, *others).reshape(sizes)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))

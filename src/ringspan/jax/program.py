@@ -20,7 +20,7 @@ from ringspan.gpu.table import Table
 IntArray = NDArray[np.int32]
 _Row = TypeVar("_Row", bound=Hashable)
 Run = tuple[int, int, int]  # query start, first key start, number of key chunks
-# query start, key start, bands
+# Query start, key start, and the bands that cut the pair.
 Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]
 
 
@@ -71,13 +71,13 @@ class Program(Course):
     query_size: int
     key_size: int
     num_runs: IntArray  # (rows,)
-    runs: IntArray  # (rows, R, 3): query start, first key start, number of key chunks one behind the other
+    runs: IntArray  # (rows, R, 3): query start, first key start, number of consecutive key chunks
     num_partial: IntArray  # (rows,)
     partial: (
         IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
     )
     bands: IntArray  # (bands, 6): rows [q0, q1), keys [k0, k1) with lo <= row - key <= hi, in local indices
-    is_even: bool  # no chunk covers what another one does
+    is_even: bool  # True if no two chunks overlap
 
 
 @lru_cache(maxsize=64)
@@ -154,7 +154,7 @@ def _look_up(
     for schedule in schedules:
         for hop in schedule.hops:
             which[schedule.rank, hop.index] = rows.setdefault(row_of(hop), len(rows))
-    # One program runs on all ranks, so a hop stays where any of them computes something at it.
+    # One program runs on all ranks, so a hop is kept if any rank computes something at it.
     needed = [
         hop.index
         for schedule in schedules
@@ -162,7 +162,7 @@ def _look_up(
         if hop.bands or hop.index == 0
     ]
     course = {
-        # Ranks above two: of two, both neighbours are the same one.
+        # With two ranks both neighbours are the same, so the direction does not matter.
         "direction": -1 if layout.ranks > 2 and schedules[0].hops[1].owner == 1 else 1,
         "num_hops": 1 + max(needed),
         "tile_pairs": schedules[0].tile_pairs,
@@ -171,9 +171,8 @@ def _look_up(
     return course, list(rows)
 
 
-KEY_BITS: Final = (
-    16  # of a chunk pair's number: the chunk of keys; above them that of queries
-)
+# A chunk pair's number has the chunk of keys in its low bits, and the chunk of queries above them.
+KEY_BITS: Final = 16
 
 
 def query_of(where: Any) -> Any:
@@ -217,7 +216,8 @@ def compile_pairs(program: Program) -> Pairs:
 
     def table(order: Callable[[tuple[int, int]], int]) -> IntArray:
         full = [sorted(pairs, key=order) or [(0, -1)] for pairs in rows]
-        # Repeats of a pair find its blocks loaded; their results are not added, since ``num`` says where the list ends.
+        # Shorter lists repeat their last pair: its blocks are loaded already, and ``num`` keeps it from being added
+        # again.
         return np.array(
             [pairs + pairs[-1:] * (longest - len(pairs)) for pairs in full],
             dtype=np.int32,
@@ -240,8 +240,8 @@ def _lists(
         np.array(queries.start) + queries.size,
     )
     key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
-    # The last chunk of a length that does not come out even begins earlier: rows that another chunk has are cut off
-    # by a band, so such a pair is never a whole one.
+    # If chunks do not divide the length, the last one begins earlier and overlaps the one before. A band cuts the
+    # shared rows off, so its pairs are never whole.
     shifted = (query_first > queries.start)[:, None] | (key_first > keys.start)[None, :]
     full = np.zeros((len(query_first), len(key_first)), dtype=np.bool_)
     touched: dict[tuple[int, int], list[tuple[int, int, int, int, int, int]]] = {}
@@ -271,7 +271,7 @@ def _lists(
     runs: list[Run] = []
     for i, j in np.argwhere(full).tolist():
         query, key = queries.start[i], keys.start[j]
-        # Neighbouring chunks of keys become one run, which a kernel goes through without looking anything up.
+        # Consecutive chunks of keys become one run, in which a kernel looks nothing up.
         if (
             runs
             and runs[-1][0] == query

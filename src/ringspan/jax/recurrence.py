@@ -67,10 +67,14 @@ def delta_rule(
     size, width = k.shape[-1], v.shape[-1]
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Return the state after a token, and the token's output.
+
+        ``S' = diag(a) S``, ``S'' = S' + beta k (v - S'^T k)^T`` and ``o = S''^T q / sqrt(K)``. Columns of S after the
+        first V hold the span's matrix: they begin as the identity, and their values v are 0.
+        """
         q, k, v, decay, beta = token
         state = state * decay[..., None]
         told = jnp.einsum("bhk,bhkv->bhv", k, state)
-        # Values of zero in the columns behind V: what the rule makes of a state alone.
         v = jnp.pad(v, ((0, 0), (0, 0), (0, state.shape[-1] - width)))
         state = state + jnp.einsum("bhk,bhv->bhkv", k, (v - told) * beta[..., None])
         return state, jnp.einsum("bhk,bhkv->bhv", q, state) * size**-0.5
@@ -138,7 +142,7 @@ def selective_scan(
     """
     x, dt, b, c = (each.swapaxes(1, 2) for each in (x, dt, b, c))
     _check({"x": x, "dt": dt, "b": b, "c": c}, 3)
-    # a channel is a head of size 1, all with one b and c
+    # Each channel is a head of size 1; all share b and c.
     heads = (
         x[..., None],
         dt,
@@ -197,7 +201,7 @@ def causal_convolution(
     ages = _ages(split, starts)[lax.axis_index(axis_name)][:, None, :, None]
     out = jnp.zeros_like(parts[:, :, :tokens], accumulation_dtype(x.dtype))
     for back in range(width + 1):
-        # A document's first tokens see no input of the one before it.
+        # A document's first tokens do not see inputs of the document before.
         seen = jnp.where(
             ages >= back, parts[:, :, width - back : width - back + tokens], 0
         )
@@ -254,7 +258,7 @@ def _recurrence(
     starts: Starts, dtype: DTypeLike, *, begun: Callable[[int], Array] | None = None, is_matrix: bool = False,
 ) -> Array:  # fmt: skip
     """Compute outputs (B, T, ...) of one token's rule ``step``; inputs (B, T, ...), states (B, *shape)."""
-    # ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
+    # ``map_of`` returns A and B of a span from the state after it, if the span began with ``begun``, by default 0.
     split = _layout_of(layout, axis_name, inputs[0].shape[1])
     parts = [_in_spans(_wide(x), split, axis_name) for x in inputs]
     begins = (_ages(split, starts) == 0)[lax.axis_index(axis_name)]
@@ -265,6 +269,8 @@ def _recurrence(
     def run(
         state: Array, begins: Array, part: tuple[Array, ...]
     ) -> tuple[Array, Array]:
+        """Run a span from a state; return the state after it and the outputs (B, t, ...). Documents reset the state."""
+
         def one(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
             is_first, *values = token
             return step(jnp.where(is_first, 0, state), values)
@@ -346,6 +352,7 @@ def _ages(layout: Layout, starts: Starts) -> Array:
 
 
 def _check(arrays: dict[str, Array], dims: int, *, heads: int | None = None) -> None:
+    """Raise UnsupportedError unless arrays agree in batch, tokens and, in dimension ``heads``, heads."""
     first, reference = next(iter(arrays.items()))
     for name, x in arrays.items():
         alike = x.ndim >= 2 and x.shape[:2] == reference.shape[:2]
@@ -410,7 +417,7 @@ def scan_states(
     prefix_maps, prefixes = list(maps), list(states)
     taken = [jnp.zeros_like(state) for state in states]
     for messages in scan_rounds(Links(later, later)):
-        # what is sent in a round is from before it
+        # A round sends the values from before it.
         before = (
             list(prefix_maps),
             list(prefixes),
@@ -446,7 +453,7 @@ def inputs_before(x: Array, width: int, *, layout: Layout, axis_name: str) -> Ar
     spans = spans_of(layout)
     tokens = x.shape[2]
     rank = lax.axis_index(axis_name)
-    # spans shorter than it: from several of them
+    # If spans are shorter than ``width``, the tokens come from several of them.
     parts: list[Array] = []
     for reach in range(1, -(-width // tokens) + 1):
         count = min(tokens, width - (reach - 1) * tokens)

@@ -87,6 +87,10 @@ def forward(
 def _forward_of_heads(
     ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None
 ) -> tuple[Array, Array]:
+    """Return out and lse of a group of heads, adding each block of keys and values as it comes round the ring.
+
+    A sink is one more logit without a value: lse' = log(e^lse + e^sink), and out is scaled by e^(lse - lse').
+    """
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
     rows, keys_values = _rows(q, k), _packed(k, v)
@@ -96,7 +100,7 @@ def _forward_of_heads(
         return _seen(ring, kernel.row(rank, hop), rows, block, state)
 
     def one_hop(block: Array, state: object, hop: Array) -> tuple[Array, Any]:
-        # Before the computation in the program, so that XLA can start the transfer first and end it last.
+        # The transfer stands before the computation, so that XLA can start it first and end it last.
         arriving = ring.shift(block, 1)
         return arriving, compute(block, state, hop)
 
@@ -111,7 +115,7 @@ def _forward_of_heads(
     out, lse = out.reshape(*q.shape[:-1], size), lse.reshape(q.shape[:-1])
     if sinks is not None:
         with_sink = jnp.logaddexp(lse, sinks.astype(dtype)[:, None])
-        # no key and no sink: out stays 0
+        # Without a key and a sink, out stays 0.
         share = jnp.where(jnp.isneginf(with_sink), 1, jnp.exp(lse - with_sink))
         out, lse = out * share[..., None], with_sink
     return out.astype(q.dtype), lse
@@ -144,9 +148,17 @@ def _backward_of_heads(
     lse: Array,
     sinks: Array | None,
 ) -> tuple[Array, Array, Array, Array | None]:
+    """Return dq, dk, dv and dsinks of a group of heads.
+
+        block       k and v, which move one rank per hop, as in forward
+        gradient    the block's dk and dv so far, which follow it one hop later
+        dq          stays with its rank
+
+    After the last hop a gradient goes straight to its owner. ``dsinks = -sum(e^(sink - lse) delta)``.
+    """
     kernel, dtype = ring.kernel, accumulation_dtype(q.dtype)
     rank = lax.axis_index(ring.axis_name)
-    # The same for all hops: the softmax's part of the gradient needs the whole rows alone.
+    # delta is the same for all hops, since the softmax's part of the gradient needs only whole rows.
     delta = jnp.einsum(
         "bhte,bhte->bht",
         dout.astype(dtype),
@@ -154,7 +166,7 @@ def _backward_of_heads(
         precision=lax.Precision.HIGHEST,
     )
     rows, dout_rows = _rows(q, k), _rows(dout, k)
-    # A row without a key has lse -inf; with +inf its probabilities come out as the 0 that they are.
+    # A row without a key has lse -inf; with +inf instead its probabilities become 0, as they must.
     safe = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     lse_rows, delta_rows = (x.reshape(rows.shape[:-1]) for x in (safe, delta))
     keys_values = _packed(k, v)
@@ -181,28 +193,28 @@ def _backward_of_heads(
 
     dq = varying_like(jnp.zeros(rows.shape, dtype), rows, keys_values)
     last = kernel.program.num_hops - 1
-    # The first hop has no gradient behind it, and the last one nothing to send on: both are outside of the loop.
+    # The loop leaves out the first hop, before which there is no gradient, and the last, which sends no block on.
     block = ring.shift(keys_values, 1) if last else keys_values
     dq, gradient = compute(keys_values, dq, 0)
     if last:
         block, gradient, dq = _hops(one_hop, (block, gradient, dq), 1, last)
         gradient = ring.shift(gradient, 1)
         dq, added = compute(block, dq, last)
-        # Straight home, by as many steps as the block has come.
+        # Send it straight to its owner, back by the number of steps that the block has moved.
         gradient = ring.shift(gradient + added, -last)
     parts = zip(parted(gradient, k.shape[-1], v.shape[-1]), (k, v), strict=True)
     dk, dv = (part.reshape(like.shape).astype(like.dtype) for part, like in parts)
     dsinks = None
     if sinks is not None:
-        # a row without keys whose sink is -inf has no share to give
+        # A row without keys and with a sink of -inf contributes nothing.
         base = jnp.where(jnp.isneginf(lse), 0, lse)
-        # of the probability that went to the sink
+        # The probability of the sink.
         share = jnp.exp(sinks.astype(dtype)[:, None] - base)
         dsinks = -(share * delta).sum((0, 2)).astype(sinks.dtype)
     return dq.reshape(q.shape).astype(q.dtype), dk, dv, dsinks
 
 
-# Of their own under ``jit``, so that JAX traces one kernel for all hops and layers.
+# The next two are functions under ``jit``, so that JAX traces one kernel for all hops and layers.
 @partial(jax.jit, static_argnums=0)
 def _seen(ring: Ring, *arrays: Any) -> Any:
     return ring.kernel.forward(*arrays)
@@ -220,7 +232,7 @@ def _by_heads(
     sinks: Array | None,
 ) -> Any:
     """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries."""
-    # Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
+    # Heads are the second dimension of ``arrays`` and of results, and the only dimension of sinks and their gradient.
     if groups == 1:
         return one_group(*arrays, sinks)
 
@@ -237,7 +249,7 @@ def _by_heads(
     def room(part: object) -> Array:
         shape = list(part.shape)
         shape[axis(part)] *= groups
-        # ``shard_map`` keeps track of what differs between ranks, and a loop's carry must not change its kind.
+        # ``shard_map`` tracks which arrays vary between ranks, and a loop's carry must not change in that.
         return varying_like(jnp.zeros(shape, part.dtype), *arrays)
 
     def turn(number: Array, results: object) -> Any:
@@ -248,7 +260,7 @@ def _by_heads(
 
         return jax.tree.map(put, results, compute(number))
 
-    # Not ``lax.map``, for which XLA would copy all arrays to have groups as their first dimension.
+    # With ``lax.map`` XLA would copy all arrays to make groups their first dimension.
     return lax.fori_loop(
         0, groups, turn, jax.tree.map(room, jax.eval_shape(lambda: compute(0)))
     )
@@ -257,7 +269,7 @@ def _by_heads(
 def _hops(
     one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int
 ) -> Any:
-    # In unrolled code XLA would send all blocks ahead, as they wait for no result, and so hold all N of them.
+    # In unrolled code XLA would send all blocks at once, as they depend on no result, and hold all N of them.
     numbers = jnp.arange(first, stop)
     return (
         lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0]

@@ -20,10 +20,8 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.jax.kernels.xla import Gradients, Kernel, State, parted, varying_like
 from ringspan.jax.program import IntArray, Pairs, Program, key_of, query_of
 
-_LANES: Final = (
-    128  # of a vector register: what a chunk of queries must be a multiple of
-)
-_SUBLANES: Final = 16  # of bfloat16: what a chunk of keys must be a multiple of
+_LANES: Final = 128  # a chunk of queries fills whole rows of a vector register
+_SUBLANES: Final = 16  # a chunk of keys fills whole columns, in bfloat16
 _GRID: Final = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
 
 
@@ -59,6 +57,11 @@ class PallasKernel(Kernel):
         delta: Array,
         dq: Array,
     ) -> Gradients:
+        """Return dq with the block's part added, and its dk and dv, by two kernels over the same chunk pairs.
+
+        dq is summed over the keys of a chunk of queries, dk and dv over the queries of a chunk of keys: each kernel
+        goes through the pairs in the order that keeps its sums in vector memory.
+        """
         k, v = parted(block, q.shape[-1], dout.shape[-1])
         arrays = q, k, v, dout, lse, delta
         (dq,) = self._call(
@@ -83,7 +86,7 @@ class PallasKernel(Kernel):
         *scratch: Any,
     ) -> list[Array]:
         """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place."""
-        # ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
+        # ``kinds`` has a letter for each array: q if it is cut in chunks of queries, k if in chunks of keys.
         num_pairs, pairs = (
             jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table)
         )
@@ -140,7 +143,7 @@ class _Pair:
     pairs: Any
     lists: Any
     bands: Any
-    step: Any  # of the grid: the place in the list
+    step: Any  # step of the grid, and so the place in the list
     last: Any
     shared: int  # P
 
@@ -222,6 +225,11 @@ def _forward(
             sums[head] = total_in[0, head].T
 
     def one(head: int, allowed: Array | None) -> None:
+        """Add a chunk of keys to one head's running (top, sum, total), in FlashAttention's recurrence.
+
+        With scores s: ``new = max(top, s)``, ``kept = exp(top - new)``, ``sum = kept sum + sum(exp(s - new))``, ``total
+        = kept total + v^T exp(s - new)``.
+        """
         scores, _ = pair.kernel.scores(_dot(k[0], q[0, head], 1, 1, sums.dtype))
         if allowed is not None:
             scores = jnp.where(allowed, scores, -jnp.inf)
@@ -303,7 +311,7 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: DTypeLike) -> Array:
-    # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
+    # The TPU's compiler rejects HIGHEST for bfloat16, which has only one precision.
     precision = (
         lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     )

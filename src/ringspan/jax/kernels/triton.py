@@ -23,7 +23,7 @@ from ringspan.jax.program import Tables
 
 class Partial(NamedTuple):
     out: Array  # (F, P, T, E)
-    lse: Array  # (F, P, T), -inf where a row has seen no key
+    lse: Array  # (F, P, T), -inf in a row that has seen no key
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TritonKernel(Kernel):
         return state
 
     def forward(self, row: Array, q: Array, block: Array, state: Partial) -> Partial:
-        # one head for each of the batch
+        # Keys (F, T', D) become a batch of F with one head each.
         k, v = (x[:, None] for x in parted(block, q.shape[-1], state.out.shape[-1]))
         return Partial(*self._launch("forward", row, (q, k, v, *state), q, v, 2))
 
@@ -51,8 +51,9 @@ class TritonKernel(Kernel):
         delta: Array,
         dq: Array,
     ) -> Gradients:
+        """Return dq with the block's part added, and its dk and dv, by a launch for dq and one for dk and dv."""
         k, v = (x[:, None] for x in parted(block, q.shape[-1], dout.shape[-1]))
-        # The second dout stands for out, which nobody reads where delta is known.
+        # The second dout is in the place of out, which is not read if delta is given.
         arrays = dout, q, k, v, dout, lse, delta, dq
         (dq,) = self._launch(
             "backward_queries",
@@ -105,7 +106,7 @@ class TritonKernel(Kernel):
             sizes = num_rows, q.shape[-1], v.shape[-1]
         tables = [jnp.asarray(x)[row] for x in (program.tiles, *lists)]
         is_new = "out_type" in signature(triton_call).parameters
-        # an older one makes a float64 of a float
+        # An older jax-triton would pass a Python float as float64.
         number = float if is_new else np.float32
         strides = [
             prod(x.shape[n + 1 :])
@@ -144,7 +145,7 @@ class TritonKernel(Kernel):
             IN_PLACE=False,
             **options,
         )
-        # jax-triton does not say along which mesh axes results differ
+        # jax-triton's results do not say along which mesh axes they vary.
         return [varying_like(x, q, v) for x in found]
 
 
@@ -153,7 +154,8 @@ def why_not(q: Array, v: Array) -> str | None:
     if jax.default_backend() != "gpu" and not interprets_triton():
         return f"it is for GPUs, not for {jax.default_backend()}"
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    if capability[:1].isdigit() and float(capability) < 8:  # AMD's say gfx and a number
+    # AMD's capabilities begin with gfx, and have no such limit.
+    if capability[:1].isdigit() and float(capability) < 8:
         return f"it needs compute capability 8.0, this device has {capability}"
     if not is_installed("jax_triton"):
         return "jax-triton is not installed (pip install jax-triton)"

@@ -23,7 +23,8 @@ _Sums = TypeVar("_Sums")
 _Rows = TypeVar("_Rows")
 
 _LINE: Final = 64  # bytes
-LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
+# The maximum of a row that has seen no key: finite, so that the difference of two is not NaN.
+LOWEST: Final = -1e30
 
 
 class State(NamedTuple):
@@ -44,7 +45,7 @@ class QueryRows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    dq: Array  # (F, P, T, D); while its chunk is computed, of this and transposed, (D, r)
+    dq: Array  # (F, P, T, D); while a chunk is computed only its rows, transposed: (D, r)
     dk: Array  # (F, T', D)
     dv: Array  # (F, T', E)
 
@@ -142,6 +143,11 @@ class XlaKernel(Kernel):
     def _forward_head(
         self, work: Work, head: Array, q: Array, block: Array, state: State
     ) -> State:
+        """Add one head's keys to the running state, for each chunk pair of the work, with FlashAttention's recurrence.
+
+        ``enter`` cuts out a chunk of queries and its state, ``visit`` adds a chunk of keys, and ``leave`` puts the
+        state back.
+        """
         queries, keys = self.program.query_size, self.program.key_size
         sizes = q.shape[-1], state.total.shape[-1]
 
@@ -152,11 +158,16 @@ class XlaKernel(Kernel):
             query: Array | None,
             bands: tuple[Array, Array],
         ) -> State:
+            """Add a chunk of keys to a chunk of queries' state: (top, sum, total) as in ``State``.
+
+            ``top' = max(top, scores)``; sum and total so far are multiplied by ``exp(top - top')``, the new ones have
+            ``p = exp(scores - top')``. Without ``query`` all pairs are allowed, else ``bands`` say which.
+            """
             k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
             products = _dot(rows, k_chunk, ((1,), (1,)), part.top.dtype)
             scores, _ = self.scores(products)
             if query is None:
-                # Scores grow with products, so only the highest is computed.
+                # Scores are monotonic in products, so the highest score comes from the highest (or lowest) product.
                 highest = self.scores(
                     products.max(-1) if self.scale >= 0 else products.min(-1)
                 )[0]
@@ -201,6 +212,10 @@ class XlaKernel(Kernel):
         delta: Array,
         sums: Gradients,
     ) -> Gradients:
+        """Add one head's dq, dk and dv for each chunk pair of the work, recomputing probabilities from the GLOBAL lse.
+
+        ``enter`` cuts out the rows of a chunk of queries, with dq transposed to (D, r), and ``leave`` puts dq back.
+        """
         queries, keys = self.program.query_size, self.program.key_size
         sizes, dtype = (q.shape[-1], dout.shape[-1]), lse.dtype
 
@@ -211,6 +226,11 @@ class XlaKernel(Kernel):
             query: Array | None,
             bands: tuple[Array, Array],
         ) -> Gradients:
+            """Add a chunk pair's gradients; scores are keys x queries, (c', r).
+
+            ``p = exp(scores - lse)``, ``ds = p (v dout^T - delta) slope``, ``dq^T += k^T ds``, ``dk += ds q``, ``dv +=
+            p dout``, where ``slope`` is the derivative of a score by ``k q^T``.
+            """
             k_chunk, v_chunk = _cut(block, head, key, keys, sizes)
             scores, slope = self.scores(_dot(k_chunk, rows.q, ((1,), (1,)), dtype))
             if query is not None:
@@ -341,8 +361,8 @@ def _over_heads(
 
 
 def _columns(k: Array) -> Array | None:
-    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU if that is faster, else return None."""
-    # The rows' extra cache line keeps a power of two from mapping a chunk to the same cache sets.
+    """Transpose keys (F, T', D) to (F, D, T' + padding) on CPU, where products are faster; else return None."""
+    # Without an extra cache line per row, a power of two would map a chunk's rows to the same cache sets.
     on_cpu = jax.default_backend() == "cpu"
     return (
         jnp.pad(k.swapaxes(1, 2), ((0, 0), (0, 0), (0, _LINE // k.dtype.itemsize)))
@@ -387,6 +407,7 @@ def _rows_of_keys(block: Array, sizes: tuple[int, ...]) -> int:
 def _cut(
     block: Array, head: Array, start: Array, size: int, sizes: tuple[int, int]
 ) -> tuple[Array, Array]:
+    """Cut chunks of keys (c', D) and values (c', E) of a head out of a packed block."""
     width = block.shape[2]
     k, v = (
         lax.dynamic_slice(
