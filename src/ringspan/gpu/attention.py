@@ -5,7 +5,7 @@ float32. B batch, H query heads, G key/value heads, P = H / G, R rows, K keys, D
 rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi from its corner; ``tiles``, ``first`` and ``which`` are a
 ``Table``'s. Old values and result may be one array: then, with IN_PLACE, rows and keys without a tile stay.
 """
-# Triton compiles these functions; as Python they would not type.
+# Triton compiles these functions; as Python they would not pass a type check.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ringspan.gpu.support import OF_BATCH, OF_ROWS
 
-# the hardware's exponential is 2 ** x, so scores are kept in units of log 2
+# The hardware's exponential is 2 ** x, so scores are kept in units of log 2.
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -34,8 +34,8 @@ def scores(
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """Numbers, and the factor that makes scores in units of log 2 of them; their derivative by the scaled product."""
-    # The factor of numbers that need nothing else is left to the exponential, which takes it in one operation.
+    """Return s, factor, derivative: scores are ``s factor`` in units of log 2; ``derivative`` by scaled product."""
+    # The factor is left to the exponential, which multiplies by it in the same operation.
     s, factor, derivative = product, scale * LOG2_E, 1.0
     if HAS_CAP:
         s = _tanh(product * (scale / softcap))
@@ -65,7 +65,7 @@ def tile_at(tiles, number):
 def segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return a tile's keys that the rows [first, first + ROWS) see: start, a, b, stop, from its corner."""
     # Blocks of KEYS in [start, a) and [b, stop) need the mask; in [a, b) all their pairs are allowed.
-    # With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
+    # For the rows that see given keys, exchange rows and keys, and pass -hi and -lo as the bounds.
     high, low = tl.maximum(first, q0) - q0, tl.minimum(first + ROWS, q1) - 1 - q0
     start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
     stop = tl.where(low >= high, stop, start)
@@ -165,9 +165,8 @@ def forward(
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles' keys to the rows' running (out, lse): float32, (B, H, R, E) and (B, H, R)."""
-    row0 = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) * ROWS  # the last rows of a causal tile have most keys
+    # Start with the last rows, since they see the most keys of a causal tile.
+    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     entry, last_entry = (
         tl.load(first + row0 // GRAIN),
         tl.load(first + row0 // GRAIN + 1),
@@ -199,7 +198,7 @@ def forward(
         + value_column[None, :]
     )
     lse_at = batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
-    # The largest score is that of the largest product.
+    # With a positive scale the largest score comes from the largest product.
     queries, scale = tl.where(scale < 0, -queries, queries), tl.abs(scale)
     before = tl.load(old_lse + lse_at, mask=is_row, other=-float("inf"))
     acc = tl.load(old_out + out_at, mask=is_out, other=0.0)
@@ -252,7 +251,7 @@ def forward(
     has_seen = total > 0.0
     divisor = tl.where(has_seen, total, 1.0)
     new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
-    # another base and back would round
+    # An unchanged lse is stored as it was, as converting it to base 2 and back would round.
     is_unchanged = (top == old_top) & (total == 1.0)
     tl.store(out + out_at, acc / divisor[:, None], mask=is_out)
     tl.store(lse + lse_at, tl.where(is_unchanged, before, new_lse), mask=is_row)
@@ -378,7 +377,7 @@ def backward_queries(
         mask=is_row,
         other=0.0,
     )
-    # a row that saw nothing has no share
+    # A row that saw no key has lse -inf; with +inf instead its probabilities become 0.
     lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
     slope, position = 0.0, 0
     if HAS_SLOPES:
@@ -511,7 +510,7 @@ def backward_keys(
 ):  # fmt: skip
     """Compute the tiles' share of dk (B, G, K, D) and dv (B, G, K, E), float32."""
     # One program sums a block of keys over its group's query heads: no atomic adds, so results repeat.
-    # the first keys of a causal tile have most rows
+    # Start with the first keys, since most rows of a causal tile see them.
     key_start = tl.program_id(0) * KEYS
     entry, last_entry = (
         tl.load(first + key_start // GRAIN),

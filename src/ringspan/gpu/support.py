@@ -19,7 +19,7 @@ def is_installed(module: str) -> bool:
     """Return whether a module could be imported, without importing it."""
     try:
         return find_spec(module) is not None
-    except ImportError:  # the package above is not there
+    except ImportError:  # its parent package is not installed
         return False
 
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from ringspan.core.geometry.tile import Tile
 
-GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a multiple of every block
+# Rows, or keys, that share one list of tiles; a multiple of every block.
+GRAIN: Final = 128
 
 
 class Lists(NamedTuple):
@@ -39,6 +40,10 @@ class Table(NamedTuple):
 
 
 def _lists(spans: list[tuple[int, int]], length: int) -> Lists:
+    """List the tiles that meet each ``GRAIN`` rows (or keys) of ``length``; ``spans`` are the tiles' [start, stop).
+
+    With a grain of 128, tiles [0, 256) and [128, 200) give the lists 0 and 0 1: ``first`` 0 1 3, ``which`` 0 0 1.
+    """
     lists: list[list[int]] = [[] for _ in range(-(-length // GRAIN))]
     for number, (start, stop) in enumerate(spans):
         for grain in range(start // GRAIN, -(-stop // GRAIN)):

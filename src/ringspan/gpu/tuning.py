@@ -6,9 +6,8 @@ import triton
 
 from ringspan.gpu.table import GRAIN
 
-_NARROW: Final = (
-    256  # bytes of a head's row, padded: 128 numbers of half precision, 64 of float32
-)
+# Bytes of a head's padded row: 128 numbers of half precision, 64 of float32.
+_NARROW: Final = 256
 
 
 class Blocks(NamedTuple):
@@ -28,9 +27,9 @@ class Blocks(NamedTuple):
         ]
 
 
-# As the compiler counts (benchmarks/triton_kernels.py): what fits into the 227 KiB of shared memory of a Hopper and,
-# in half precision, into its registers but for a few hundred bytes. The last ones fit into older devices. A block too
-# large for a device is passed over in tuning.
+# These fit, by the compiler's count (benchmarks/triton_kernels.py), into the 227 KiB of shared memory of a Hopper and,
+# in half precision, into its registers except for a few hundred bytes. The last ones fit older devices. Tuning skips a
+# block that is too large for a device.
 FORWARD: Final = Blocks(
     ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
     ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2)),
@@ -59,8 +58,8 @@ def options(
     has_slopes: bool = False,
 ) -> dict[str, Any]:
     """Return a launch's options: padded head sizes and the precision of products."""
-    # A power of two, at least 16, for a matrix product. Float32 takes three TF32 products, which are as accurate;
-    # otherwise the sums would not fit into registers.
+    # A matrix product needs a power of two, at least 16. Float32 takes three TF32 products, which are as accurate: the
+    # sums of real float32 products would not fit into registers.
     padded = tuple(max(16, triton.next_power_of_2(each)) for each in (size, value_size))
     return {
         "SIZE": padded[0],
