@@ -27,7 +27,9 @@ from ringspan.report.ring_pictures import ring_picture, travel_picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
+MAX_ROWS: Final = (
+    400  # rows of a long table, so that the file stays small enough to send
+)
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
@@ -52,6 +54,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
 
 def _headline(result: dict[str, Any]) -> str:
+    """Return one paragraph: model, steps, and how far loss, gradients and activations are from one process."""
     model, ranks, steps = result["model"], result["ranks"], result["metrics"]
     worst = _gradients(result["proof"])[0]["relative_difference"]
     held = {row["ring"]: row["activation_bytes"] for row in result["memory"]}
@@ -101,6 +104,7 @@ def _loss(metrics: list[dict[str, Any]], evaluation: list[dict[str, Any]]) -> st
 
 
 def _proof(proof: dict[str, Any]) -> str:
+    """Return the comparison of one batch on the ring with one process: losses, gradients, errors against float64."""
     gradients, errors = _gradients(proof), proof["worst_error"]
     worst, middle = gradients[0], gradients[len(gradients) // 2]
     rows = [
@@ -138,6 +142,11 @@ def _memory(rows: list[dict[str, Any]]) -> str:
 
 
 def _ring(result: dict[str, Any]) -> str:
+    """Return pictures of the work of each rank in this layout and in contiguous chunks, and of what travels.
+
+    Ranks beyond the number of colours are left out. Stripes are drawn for a few positions, with the real shares of
+    work.
+    """
     name, length, ranks = (
         result["layout"],
         result["sequence_length_tokens"],
@@ -171,6 +180,7 @@ def _ring(result: dict[str, Any]) -> str:
 
 
 def _speed(result: dict[str, Any]) -> str:
+    """Return tables of the median training speed, the highest memory, and the seconds of each part of the run."""
     metrics, seconds = result["metrics"], result["seconds"]
     rows = [
         (title, format(median(row[name] for row in metrics), form))
@@ -286,7 +296,7 @@ def loss_picture(
         return None
     from matplotlib.ticker import MaxNLocator
 
-    # Said in words too, for those who do not see the picture.
+    # The label has the values in words, for screen readers.
     last = [
         (name, series[-1])
         for name, series in (("train", train), ("eval", evaluated))
@@ -307,7 +317,7 @@ def loss_picture(
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter("{x:,g}")
 
-    # More stripes than that are narrower than a pointer.
+    # More stripes would be narrower than a pointer.
     if shown := _thin(train, 120):
         middles = [(here + there) / 2 for (here, _), (there, _) in pairwise(shown)]
         edges = [axes.get_xlim()[0], *middles, axes.get_xlim()[1]]
@@ -351,9 +361,8 @@ def loss_picture(
 
 def _limits(points: Sequence[Point]) -> tuple[Point, Point]:
     low, high = _extent(y for _, y in points)
-    room = (
-        high - low
-    ) / 16  # the last point of a good run is the lowest: keep its marker off the axis
+    # The last point of a good run is the lowest: keep its marker off the axis.
+    room = (high - low) / 16
     return _extent(x for x, _ in points), (low - room, high + room)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito (2008) with a brown and a violet for its yellow and black, which vanish on a light or a dark page.
+# Okabe and Ito (2008), except that brown and violet replace yellow and black, which vanish on light or dark pages.
 RANK_COLOURS: Final = (
     "#0072B2",
     "#E69F00",
@@ -30,7 +30,7 @@ _DARK: Final = {
     PAPER: "#0d1117",
 }
 
-# A style sheet of its own on top of the attributes, so that programs without style sheets show the light colours.
+# The style sheet overrides attributes, so that programs without style sheets show the light colours.
 _STYLE: Final = (
     ".ringspan *{stroke-linejoin:round;stroke-linecap:butt}"
     ".ringspan .halo text{paint-order:stroke;stroke:#ffffff;stroke-width:3px}"
@@ -51,7 +51,7 @@ def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
     """Make an empty picture whose axes are its pixels, y downward; ``label`` is for screen readers."""
     from matplotlib.figure import Figure
 
-    # SVG has 72 pixels to the inch
+    # SVG has 72 pixels per inch.
     figure = Figure(figsize=(width / 72, height / 72), dpi=72, label=label)
     return figure, panel(figure, (0, 0), (width, height), (0, width), (height, 0))
 
@@ -74,7 +74,7 @@ def text(
     strong: bool = False, halo: bool = False, rotation: float = 0,
 ) -> None:  # fmt: skip
     """Write words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible."""
-    # Without mathematics: a dollar in a path or a name is a dollar.
+    # A dollar in a path or a name is not a formula.
     axes.text(
         x,
         y,
@@ -126,7 +126,7 @@ def polygons(
             linewidth=edge_width if edge != "none" else 0,
             clip_on=False,
             gid=f"{kind}|{title}" if kind or title else None,
-            in_layout=kind != "spot",  # which the axes enclose
+            in_layout=kind != "spot",  # spots are inside the axes
         )
     )
 
@@ -152,7 +152,7 @@ def line(
 
 
 def dot(axes: "Axes", at: Point, colour: str, width: float, title: str = "") -> None:
-    # A round line end, not a marker: SVG has markers by reference, whose ids of several pictures of a page would clash.
+    # A round line end, as SVG draws markers by reference, and ids of several pictures on a page would clash.
     line(
         axes,
         2 * at[:1],
@@ -184,7 +184,7 @@ def dress(axes: "Axes", x_label: str, y_label: str, size: float = 10) -> None:
     """Style a plot with a baseline and a quiet grid; values beyond the limits show."""
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
-    # Tick marks have no length: SVG would draw them by reference, and ids of several pictures of a page would clash.
+    # Tick marks have no length: SVG draws them by reference, and ids of several pictures on a page would clash.
     axes.tick_params(length=0, pad=6, labelsize=size, labelcolor=SOFT)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, clip_on=False)
@@ -200,7 +200,7 @@ def svg(figure: "Figure") -> str:
     # Text stays text, and ids do not change from one drawing to the next.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringspan"}):
         figure.savefig(written, format="svg", dpi=72, transparent=True)
-    # matplotlib's own style sheet and definitions go: pictures share a page, where their ids would clash.
+    # Remove matplotlib's style sheet and definitions, since ids of several pictures on a page would clash.
     body = (
         written.getvalue()
         .rpartition("</style>")[2]

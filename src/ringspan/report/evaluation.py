@@ -54,12 +54,13 @@ def write_page(
 
 
 def _section(name: str, result: dict[str, Any]) -> str:
+    """Return a model's section: its folder, a table of its rows, and the skipped lengths with reasons."""
     heads, rows = cells(result["rows"])
     skipped = (
         f"Skipped: {each['length']:,} tokens, {each['why']}."
         for each in result["skipped"]
     )
-    # whose documents are not drawn
+    # perplexity draws nothing at random, so it has no seed.
     drawn_by = f", seed {result['seed']}" if result["task"] != "perplexity" else ""
     where, *notes = (
         element("p", escape(each), class_="soft")
@@ -277,6 +278,7 @@ def maps(results: Sequence[Result]) -> "Figure":
 
 
 def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
+    """Draw a length and depth of the map: the accuracy as opacity and as a number, or an empty cell if not measured."""
     wide, high = _CELL
     if row is None:
         draw.rectangle(
@@ -303,7 +305,7 @@ def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) ->
         kind="cell",
         title=said,
     )
-    # White on the full colour in both schemes; the ground's own ink where its ground shines through.
+    # Text is white on a strong colour, in light and dark schemes; on a faint one it has the page's ink.
     colour = "#fffffe" if value >= _DARK_FROM else INK
     draw.text(
         ground,

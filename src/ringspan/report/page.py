@@ -12,8 +12,8 @@ from ringspan.report.drawing import svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_CHARACTERS: Final = 300  # of one text
-# The policy makes the browser refuse whatever is not in this file, should a text ever slip through the escaping.
+MAX_CHARACTERS: Final = 300  # longest text; the rest is cut off
+# The policy keeps the browser from loading anything outside this file, in case a text ever escapes the escaping.
 _HEAD: Final = (
     '<meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'

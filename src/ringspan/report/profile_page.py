@@ -28,9 +28,8 @@ COLOURS: Final = {
 }
 _HOP, _TRANSFER, _GRADIENT, _WAIT = "#0072B2", "#56B4E9", "#CC79A7", "#D00000"
 _LANE: Final = 0.8
-_MOMENTS: Final = (
-    4000  # on a page, of all ranks together: 60 ranks then take less than 5 MB
-)
+# Moments on a page, over all ranks: 60 ranks then take less than 5 MB.
+_MOMENTS: Final = 4000
 
 
 def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[Path]:
@@ -54,7 +53,7 @@ _STYLE: Final = """
 main { max-width: 1200px } .scroll { overflow: auto; max-height: 90vh } input { cursor: pointer }
 svg { max-width: none; width: calc(100% * var(--zoom, 1)) }
 """
-# The one script of the page: a picture is drawn to any size, and the browser scrolls it.
+# The page's only script: a picture scales to any size, and the browser scrolls it.
 _ZOOM: Final = (
     '<label>zoom <input type="range" min="1" max="20" step="0.5" value="1" '
     "oninput=\"this.closest('section').style.setProperty('--zoom', this.value)\"></label>"
@@ -203,6 +202,11 @@ Bar = tuple[int, float, float, str]
 
 
 def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
+    """Yield (kind, colour, bars) of a timeline, with two lanes per rank.
+
+    Rank n computes hops, and waits, in lane 2n; transfers of keys and values, and of their gradients, are in lane 2n +
+    1.
+    """
     hops: list[Bar] = []
     blocks: dict[bool, list[Bar]] = {False: [], True: []}
     waits: list[Bar] = []
@@ -229,7 +233,7 @@ def trace_picture(
     timeline: Sequence[Mapping[str, Any]], budget_bytes: int, title: str, path: Path
 ) -> None:
     """Draw stacked areas of a traced step, operator by operator, under the line of the device's memory."""
-    # ``timeline`` as in ``dryrun.summary``; the path's ending sets the format.
+    # ``timeline`` is that of ``dryrun.summary``; the path's suffix sets the format.
     figure, [axes] = _panels(1, 4, title)
     first = timeline[0]["operator"]
     operators = [moment["operator"] - first for moment in timeline]

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_STRIPED_LENGTH: Final = (
-    64  # single cells of a striped picture stay visible up to here, and the file small
-)
+# Up to this length single cells of a striped picture stay visible, and the file small.
+MAX_STRIPED_LENGTH: Final = 64
 
 
 def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure":
@@ -133,6 +132,7 @@ def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
 def _draw_tiles(
     square: "Axes", layout: Layout, rank: int, hop: Hop, scale: float
 ) -> None:
+    """Draw the tiles of a rank's hop in its colour, fainter for later hops, numbered if there is room."""
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return
@@ -156,6 +156,7 @@ def _draw_tiles(
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
+    """Yield the polygons of a hop's tiles, in positions: unit squares for stripes, else clipped rectangles."""
     queries, keys = layout.spans(rank), layout.spans(hop.owner)
     for tile in hop.tiles:
         if queries[0].step > 1:
@@ -187,9 +188,9 @@ def _polygons(
                 continue
             down, right = query.start - row, key.start - column
             polygon = _box(j0 + right, i0 + down, j1 - j0, i1 - i0)
-            # of the band, from the tile's corner to positions
+            # A band is counted from the tile's corner; the shift moves it to positions.
             shift = (tile.q0 + down) - (tile.k0 + right)
-            # Half a unit out, where a straight edge has the area of the staircase that it stands for.
+            # Half a unit outside, a straight edge encloses the same area as the staircase.
             if tile.has_lower:
                 polygon = _clip(polygon, tile.lo + shift - 0.5, 1)
             if tile.has_upper:
@@ -199,6 +200,7 @@ def _polygons(
 
 
 def _stored(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Yield each span with the storage index of its first token."""
     index = 0
     for span in spans:
         yield index, span
@@ -223,6 +225,7 @@ def _clip(polygon: list[Point], bound: float, sign: int) -> list[Point]:
 
 
 def _area(polygon: list[Point]) -> float:
+    """Return a polygon's area by the shoelace formula."""
     return (
         abs(
             sum(
@@ -235,6 +238,7 @@ def _area(polygon: list[Point]) -> float:
 
 
 def _centre(polygon: list[Point]) -> Point:
+    """Return a convex polygon's centre of gravity: the mean centre of a fan of triangles, weighted by area."""
     (x0, y0), total, x, y = polygon[0], 0.0, 0.0, 0.0
     for a, b in pairwise(polygon[1:]):
         area = _area([polygon[0], a, b])
@@ -257,6 +261,7 @@ def _room(polygon: list[Point]) -> float:
 def _draw_position_ticks(
     page: "Axes", length: int, left: float, top: float, scale: float
 ) -> None:
+    """Write positions along the top and left edges: quarters of the length if it divides by 4, else halves."""
     quarters = (
         [length * part // 4 for part in range(5)]
         if length % 4 == 0
@@ -276,6 +281,7 @@ def _draw_position_ticks(
 def _draw_owner_strips(
     page: "Axes", layout: Layout, left: float, top: float, scale: float
 ) -> None:
+    """Draw a strip along the top and left edges in the colours of the ranks that hold the positions."""
     for rank in range(layout.ranks):
         held = [
             run for span in layout.spans(rank) for run in _runs(span, layout.length)
@@ -300,6 +306,7 @@ def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
 
 
 def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
+    """Draw a bar for each rank's share of the work in percent, with a mark at an even share."""
     columns = 2 if len(shares) > 4 else 1
     pitch, longest = 432 / columns, max(*shares, 1e-9) if len(shares) > 1 else 100.0
     bar = pitch - 136
@@ -333,6 +340,7 @@ def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
 def _draw_block(
     page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float
 ) -> None:
+    """Draw the block of a rank's hop: the parts that arrived, in the owner's colour, and their share."""
     tokens = layout.tokens_per_rank
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"
