@@ -63,7 +63,7 @@ def chosen(
 
 
 def _document(name: str, text: str, most: int, tokenizer: Any) -> Document:
-    text = text[: 16 * most]  # no token is longer on average
+    text = text[: 16 * most]  # on average no token is longer than 16 characters
     given = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     sizes = None
     if tokenizer.is_fast:
@@ -89,11 +89,15 @@ def edges(length: int) -> list[int]:
 
 
 def measure(model: Session, document: Document) -> dict[str, Any]:
+    """Return a document's record: its mean loss, and sums of nats, tokens and bytes over ranges of positions.
+
+    The ranges end at 64, 128, 256, ... and at the length; the first token has no loss.
+    """
     ids = torch.tensor([document.ids], device=local_device())
     model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
     batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)
     with torch.no_grad():
-        # entry i is of token i + 1
+        # Entry i is the loss of token i + 1.
         losses = -token_logprobs(model.model, batch)[0].double().cpu()
     parts = []
     start = 1

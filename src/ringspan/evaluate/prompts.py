@@ -60,7 +60,7 @@ class Prompts:
                 f"--lengths {length}: the shortest prompt of {self.task.name} takes {shortest:,} tokens with its "
                 "answer; give a greater length"
             )
-        # Tokens are nearly linear in units: a guess from two sizes, then from those on both sides of the length.
+        # Tokens are nearly linear in units: extrapolate from two sizes, then interpolate between sizes on both sides.
         low, low_tokens, high = smallest, shortest, smallest + _STEP
         made, high_tokens = at(high)
         while high_tokens <= length:
@@ -88,7 +88,7 @@ class Prompts:
         answer = self._tokenizer(
             " ".join(prompt.answers), add_special_tokens=False
         ).input_ids
-        # Room for words between those that count.
+        # Leave room for words between the answers.
         return Question(ids, 2 * len(answer) + _MORE_TOKENS, prompt.answers)
 
 

@@ -21,7 +21,7 @@ VERSION: Final = 1
 """Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""
 _SMALL_BYTES: Final = 1 << 20
 _READ: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
-# Of the settings, what changes no answer, is in an item's key, or is described below.
+# Settings that do not change an answer, are in an item's key, or are described another way below.
 _LEFT_OUT: Final = {
     "tp",
     "weights",
@@ -96,7 +96,7 @@ class Records:
             for line in whole.splitlines():
                 record = json.loads(line)
                 self.by_key[tuple(record["key"])] = record
-        except ConfigError:  # a ValueError, too
+        except ConfigError:  # it is a ValueError too, so it must come first
             raise
         except OSError as error:
             raise ConfigError(f"{self.path}: {error.strerror}") from error
@@ -112,7 +112,7 @@ class Records:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            error.filename = str(self.path)  # which a write does not know
+            error.filename = str(self.path)  # an error of write has no file name
             raise
         self.by_key[tuple(record["key"])] = record
 

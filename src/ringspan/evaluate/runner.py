@@ -149,6 +149,7 @@ def evaluate_rank(
 def result(
     settings: EvalSettings, planned: Plan | None, records: Records
 ) -> EvalResult:
+    """Return the result of a task with rows over all planned items; called on the first rank."""
     assert planned is not None, "on the first rank"
     rows_of = loss_rows if settings.task == PERPLEXITY else accuracy_rows
     return {
@@ -164,6 +165,7 @@ def result(
 def _answered(
     model: Session, settings: EvalSettings, question: Question, key: Key
 ) -> dict[str, Any]:
+    """Have the model answer a question; return the item's record with the answer and its score from 0 to 1."""
     length, depth, _ = key
     model.settings = settings.generating(question.max_new_tokens)
     check_ids(question.ids, model.settings, model.model.config)
@@ -208,6 +210,7 @@ def normal(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per length and depth: the mean score, the number of items and the ends of its 95% interval."""
     groups: dict[tuple[int, float | None], list[float]] = {}
     for record in records:
         groups.setdefault((record["length"], record["depth"]), []).append(
@@ -228,7 +231,7 @@ def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loss_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make a row per position range: the mean over its tokens in all documents, in nats per token and bits per byte."""
+    """Return a row per position range: mean loss over its tokens in all documents, in nats and bits per byte."""
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for record in records:
         for part in record["parts"]:

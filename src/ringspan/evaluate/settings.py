@@ -22,21 +22,22 @@ class EvalSettings(ModelSettings):
     """One task with one model; raises ConfigError for an invalid value, by its option."""
 
     task: str
-    # tokens of prompt and answer together; for perplexity, of a document
+    # Tokens of prompt and answer together; for perplexity, tokens of a document.
     lengths: tuple[int, ...] = (
         1024,
         2048,
         4096,
     )
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    items: int = 20  # questions per length and depth, or documents
+    items: int = 20  # questions per length and depth, or number of documents
     seed: int = 0
     needles: int | None = None
     distractors: int = 0
     text: tuple[str, ...] = ()
-    plain: bool = False  # no chat template
+    plain: bool = False  # True leaves out the chat template
 
     def __post_init__(self) -> None:
+        """Raise ConfigError, naming the option, for the first value out of range or file that does not exist."""
         self.generating()  # for its checks
         for name in ("lengths", "depths"):
             values = getattr(self, name)
@@ -91,9 +92,8 @@ class HarnessSettings(ModelSettings):
     limit: int | None = None
     num_fewshot: int | None = None
     chat: bool = False
-    seed: int | None = (
-        None  # seed of all random choices, examples included; lm-eval's own seeds when None
-    )
+    # Seed of all random choices, examples included; None leaves lm-eval's own seeds.
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -94,9 +94,8 @@ class Task:
     smallest: int = 1  # units of the shortest prompt
     needs_text: bool = False
     has_depth: bool = False  # True if accuracy is reported by the depth of the answer
-    needles: int | None = (
-        None  # default number of values to be found; None if that is no option
-    )
+    # Default number of values to be found; None if the task has no such option.
+    needles: int | None = None
 
 
 TEXTS: Final = tomllib.loads(
@@ -188,7 +187,7 @@ def _tracing(random: Random, size: int, depth: float, material: Material) -> Pro
         said = (
             f"VAR {name} = {source}." for name, source in zip(own, sources, strict=True)
         )
-        # those of one place keep the order of their chain
+        # Statements at the same place keep the order of their chain.
         placed += [
             (place, order, each)
             for order, (place, each) in enumerate(zip(places, said, strict=True))

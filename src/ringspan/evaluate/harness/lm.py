@@ -30,9 +30,9 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
 from ringspan.torch.model.tasks.causal_lm import token_logprobs
 
-_NEW_TOKENS: Final = 256  # lm-eval's own number where a task names none
+_NEW_TOKENS: Final = 256  # lm-eval's default for tasks that give no number
 _NO_LIMIT: Final = 1 << 62
-# What lm-eval's own model cannot be told either, and what is meant where a task does.
+# Options of generation that lm-eval's own model does not take either, each with a remedy.
 _NOT_TAKEN: Final = {
     "num_return_sequences": "an answer is one text; set repeats in the task",
     "pad_token_id": "it is the tokenizer's; leave it out",
@@ -72,7 +72,9 @@ class RingLM(TemplateLM):
         on_request: Callable[[str | None], None] = lambda what: None,
         answers: str | Path | None = None,
     ) -> None:
-        super().__init__()  # as rank 0 of 1, by which lm-eval divides requests: all ranks are one model
+        """Check the arguments, and open the file of answers; raises as the class says."""
+        # lm-eval divides requests by rank; this remains rank 0 of 1, since all ranks are one model.
+        super().__init__()
         if not hasattr(model, "new_cache"):
             raise UnsupportedError(
                 f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}"
@@ -178,6 +180,7 @@ class RingLM(TemplateLM):
         requests: list[Instance],
         answer: Callable[[list[Instance]], list[Any]],
     ) -> list[Any]:
+        """Answer only requests that the file of answers lacks; return all answers in the order of the requests."""
         if self._answers is None:
             return answer(requests)
         found = self._answers.known(method, [request.args for request in requests])
@@ -197,6 +200,11 @@ class RingLM(TemplateLM):
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
+        """Score (names, context, continuation) requests, in an order that reads each shared context once.
+
+        Returns, for each, the continuation's log-probability and whether it is the likeliest. Answers are recorded one
+        by one.
+        """
         for asked, context, continuation in requests:
             if not (context and continuation):
                 raise _not_scored(asked)
@@ -235,6 +243,10 @@ class RingLM(TemplateLM):
         )
 
     def _rolled(self, requests: list[Instance], is_silent: bool) -> list[float]:
+        """Return the log-probabilities of whole texts, each the sum over windows of the model's positions.
+
+        Windows of all texts are scored longest first; a text is kept when its last window is done.
+        """
         texts = [str(request.args[0]) for request in requests]
         windows = [
             (at, *make_disjoint_window(window))
@@ -271,7 +283,7 @@ class RingLM(TemplateLM):
         )
 
     def _generated(self, requests: list[Instance], is_silent: bool) -> list[str]:
-        # In the order of lm-eval's own model: what is drawn depends on what was drawn before.
+        """Return an answer to each request, in lm-eval's order of contexts: a random draw depends on earlier ones."""
         every: list[Any] = [request.args for request in requests]
         ordered: Any = Collator(
             every,
@@ -294,11 +306,16 @@ class RingLM(TemplateLM):
         return ordered.get_original(found)
 
     def _written(self, context: str, given: dict[str, Any]) -> str:
+        """Generate one answer by the request's settings, cut at its stop sequences.
+
+        ``max_gen_toks`` limits the answer, ``max_length`` context and answer together; ConfigError if the model has
+        fewer positions or a setting is not taken.
+        """
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, _NEW_TOKENS))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
         ids, new = self.tok_encode(context), options.pop("max_gen_toks")
-        length = options.pop("max_length", len(ids) + new)  # of context and answer
+        length = options.pop("max_length", len(ids) + new)  # context plus answer
         self._check(
             length,
             f"a context of {len(ids):,} tokens and {length - len(ids):,} new ones",
@@ -310,9 +327,9 @@ class RingLM(TemplateLM):
         whole = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=length
-            - len(ids),  # a max_new_tokens of the model's own would win over max_length
-            # Not transformers' stop_strings, which may begin in the context.
+            # max_length would give way to a max_new_tokens in the model's own settings.
+            max_new_tokens=length - len(ids),
+            # transformers' stop_strings may begin in the context, so lm-eval's criteria are used.
             stopping_criteria=[
                 stop_sequences_criteria(self.tokenizer, until, len(ids), 1)
             ],
@@ -371,7 +388,7 @@ class RingLM(TemplateLM):
             kept = _common(self._cache.ids[0].tolist(), ids[: len(ids) - count])
             try:
                 self._cache.crop(kept - self._cache.get_seq_length())
-            # a window has dropped what the new text still sees
+            # A sliding window has dropped tokens that the new text still sees.
             except UnsupportedError:
                 kept = 0
         if not kept:

@@ -52,7 +52,7 @@ def run_tasks(
     lm: object, names: Sequence[str], manager: TaskManager, **options: object
 ) -> dict[str, Any] | None:
     """Run ``simple_evaluate`` on every rank; return its results on each machine's first rank, as lm-eval does."""
-    # In the order asked for.
+    # Keep the order in which tasks were asked for.
     tasks = list(
         dict.fromkeys(task for name in names for task in manager.match_tasks([name]))
     )
@@ -64,7 +64,8 @@ def run_tasks(
         is_of_request = isinstance(error, ValueError) and not str(error).startswith(
             "Attempted to run task"
         )
-        if is_of_request:  # not what lm-eval refuses before the first one
+        # An error of a request is raised as it is; one from before the first request is about the tasks.
+        if is_of_request:
             raise
         raise ConfigError(f"--tasks {','.join(names)}: {one_line(error)}") from error
 
@@ -87,7 +88,7 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
         )
     answers = None
     if not rotates_by_length(text_config(config)):
-        # Requests are told apart by their own text.
+        # Requests are identified by their text, so settings are no part of the file's name.
         answers = records_file(
             out, "harness", settings.folder, {"dtype": settings.dtype}
         )
