@@ -22,7 +22,7 @@ Allowed = Callable[[Positions, Positions], NDArray[np.bool_]]
 
 
 def causal(queries: Positions, keys: Positions) -> NDArray[np.bool_]:
-    """Return which queries see which keys, (Q, K): those at their own position and before."""
+    """Mark the keys that each query sees, (Q, K): those at its own position and before."""
     return queries[:, None] >= keys
 
 

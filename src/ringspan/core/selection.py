@@ -43,7 +43,7 @@ class Index:
     tail: tuple[int, int] = (0, 0)
 
     def most(self, length: int) -> int:
-        """Return the entries that a query attends to at most."""
+        """Return the largest number of entries that a query attends to."""
         return min(self.topk, length // self.size)
 
 
@@ -110,7 +110,7 @@ def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Held]:
 
 
 def wanted(held: Held, readers: Held, reach: int = EVERYTHING) -> NDArray[np.bool_]:
-    """Mark the held positions that a reader sees within ``reach``: the next reader is of the same document."""
+    """Mark the held positions that a reader needs: the next reader is near (``reach``) and in the same document."""
     places = np.searchsorted(readers.positions, held.positions)
     following, first = (np.append(each, -1)[places] for each in readers)
     return (
@@ -120,7 +120,7 @@ def wanted(held: Held, readers: Held, reach: int = EVERYTHING) -> NDArray[np.boo
 
 @lru_cache(maxsize=256)
 def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
-    """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
+    """Return the tokens that one rank sends and receives, so that every rank has the keys that its queries see."""
     held = _held(layout, mask)
     sent = (int(wanted(held[rank], each).sum()) for each in held)
     received = (int(wanted(each, held[rank]).sum()) for each in held)
@@ -138,7 +138,7 @@ def _held(layout: Layout, mask: Mask) -> list[Held]:
 
 
 def scored_and_chosen(seen: Seen, topk: float, size: int = 1) -> tuple[int, float]:
-    """Count the pairs of queries and keys (or entries of ``size`` tokens) that an index scores, and those chosen."""
+    """Count the pairs of a query and a key (or entry of ``size`` tokens) that an index scores, and that it chooses."""
     entries = seen.counts // size
     return int(entries.sum()), float(np.minimum(entries, topk).sum())
 

@@ -46,7 +46,7 @@ def identity(settings: EvalSettings) -> dict[str, Any]:
 
 
 def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Path:
-    """Return a task's file of records: another one for other facts or files of the model or adapter base."""
+    """Return a task's file of records, whose name has a digest of ``facts`` and of the files of model and base."""
     known = json.dumps(
         {**facts, "version": VERSION, "model": _model(model)}, sort_keys=True
     )
@@ -118,7 +118,7 @@ class Records:
 
 
 class Answers:
-    """A file of answers on the first rank, shared with all (lm-eval's cache is per process); errors are all ranks'."""
+    """A file of answers on the first rank, shared with all (lm-eval's cache is per process); an error raises on all."""
 
     def __init__(self, path: Path) -> None:
         self._records = Records(path)

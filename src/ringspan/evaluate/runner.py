@@ -47,7 +47,7 @@ class EvalResult(TypedDict):
 
 
 def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
-    """Plan all models on the first rank, before any is evaluated; None on the others; errors are all ranks'."""
+    """Plan all models before any is evaluated: on the first rank, None on others; an error raises on all ranks."""
     found: list[Plan | None] = []
 
     def make() -> None:

@@ -140,7 +140,7 @@ def _keys(random: Random, size: int, depth: float, material: Material) -> Prompt
 def _hidden(
     random: Random, size: int, depth: float | None, material: Material
 ) -> Prompt:
-    """Hide needles in text: of one key, the first at ``depth``, or of a key each; distractors have their own keys."""
+    """Hide needles in text: of one key, the first at ``depth``, or of a key each; distractors have other keys."""
     count = material.needles if depth is None else 1
     every = names(random, count + material.distractors)
     asked, others = every[:count], every[count:]
@@ -175,7 +175,7 @@ def _different(
 
 
 def _tracing(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Build chains of assignments in real text, in order, of which the first is asked for."""
+    """Build chains of assignments in real text, in order; the question asks for the first chain."""
     variables = _different(random, CHAINS * (HOPS + 1), ascii_uppercase, 5)
     values = random.sample(range(10_000, 100_000), CHAINS)
     excerpt = material.excerpt(random, size)

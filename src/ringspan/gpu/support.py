@@ -16,7 +16,7 @@ OF_ROWS: Final = ["lse", "old_lse", "new_lse"]
 
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:
-    """Return whether a module could be imported, without importing it."""
+    """Return whether a module is installed, without importing it."""
     try:
         return find_spec(module) is not None
     except ImportError:  # its parent package is not installed

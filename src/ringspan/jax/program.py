@@ -26,7 +26,7 @@ Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]
 
 @dataclass(frozen=True)
 class Chunks:
-    """T local tokens as chunks of one size; a span's last one starts early enough to end with it.
+    """T local tokens as chunks of one size; a span's last chunk begins early enough to end with the span.
 
     Chunk n covers [start[n], start[n] + size): [first[n], start[n] + size) is its own, the rest the previous one's.
     """
@@ -195,7 +195,7 @@ class Pairs:
 
 @lru_cache(maxsize=64)
 def compile_pairs(program: Program) -> Pairs:
-    """Return the lists of a program whose chunks do not overlap."""
+    """Return the chunk pairs of a program one by one, if its chunks do not overlap."""
     queries, keys = program.query_size, program.key_size
     lists: dict[tuple[int, int], int] = {}
     rows: list[list[tuple[int, int]]] = []

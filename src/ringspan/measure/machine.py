@@ -108,7 +108,7 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
 
 
 def allocated_bytes(function: Callable[[], Any]) -> int:
-    """Return the most bytes that ``function()`` holds at once on top of those before."""
+    """Return the peak of the bytes that ``function()`` allocates, on top of those already held."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -42,7 +42,7 @@ class Plan:
     longest: Setting | None
     reasons: tuple[str, ...]
     change: tuple[str, int] | None = None
-    """Smallest change of one option with which it fits, and the bytes at the peak then; None if it fits, or none."""
+    """The first change of one option that makes it fit, and the peak bytes then; None if it fits, or none helps."""
 
     @property
     def fits(self) -> bool:
@@ -146,7 +146,7 @@ def _fields(each: object, *names: str) -> dict[str, Any]:
 
 
 def make_plan(question: Question) -> Plan:
-    """Return the fastest way that fits the memory, else the most frugal one; raise if no mesh or route exists."""
+    """Return the fastest setting that fits the memory, else the most frugal; raise if no mesh or route exists."""
     shape = question.shape
     if shape.placed_tokens > question.length:
         options = ", ".join(
@@ -246,7 +246,7 @@ class _Race:
         return cost
 
     def is_lost(self, setting: Setting) -> bool:
-        """Return whether it is no faster even with attention shared evenly and nothing sent for it."""
+        """Return True if the setting is not faster even with even attention and nothing sent for it."""
         return (
             weighed_seconds(setting, self._question.step_cost(setting, even_passes))
             >= self._seconds
@@ -281,7 +281,7 @@ def _fastest(question: Question) -> Setting | None:
 def _time_mesh(
     race: _Race, question: Question, mesh: Setting
 ) -> tuple[bool, list[Setting]]:
-    """Time the ring, or the first fitting route; return whether it fits without host moments, and what else to try."""
+    """Time the first route that fits; return whether it does so without host moments, and what else to try."""
     named = product(routes(question, mesh), layouts(mesh.ring))
     ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
     has_windows = any(question.shape.layer_windows)
@@ -311,7 +311,7 @@ def _is_hopeless(question: Question, mesh: Setting) -> bool:
 
 
 def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Setting]:
-    """Yield twice, four times, ... the sequences per micro-step (one gather and reduction), keeping as much or less."""
+    """Yield settings with 2, 4, ... times the sequences per micro-step, which share one gather and reduction."""
     for policy in policies(question):
         larger = replace(setting, batch=2, **policy)
         if larger.uses_host:
@@ -326,7 +326,7 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """Yield the first policy that fits on the device (segments first), and one per help of the host unless as fast."""
+    """Yield, for each use of the host that may be faster, the policies up to the first without segments that fits."""
     for _, group in groupby(
         policies(question),
         lambda policy: (policy["offload"], policy["optimizer_on_host"]),

@@ -53,7 +53,7 @@ def why(
     cost: StepCost,
     longest: Setting | None,
 ) -> Iterator[str]:
-    """Yield a sentence each: mesh, route, micro-batch, policy (or what would fit), the peak, the links."""
+    """Yield sentences on mesh, route, micro-batch and policy (or on what would fit), the peak and the links."""
     shape, device = question.shape, question.device
     if not question.fits(setting):
         yield from _what_would_fit(question, setting, memory, longest)
@@ -256,7 +256,7 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_host(question: Question, setting: Setting) -> Iterator[str]:
-    """Yield what a host of known memory cannot do for a run that it can start."""
+    """Yield a warning if a host of known memory can train but not write a checkpoint."""
     has, use = question.device.host_memory_bytes, host_use(question.shape, setting)
     if has and use["save"] > has >= use["train"]:
         yield (
@@ -266,7 +266,7 @@ def _about_host(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_states(question: Question, setting: Setting) -> Iterator[str]:
-    """Yield what layers with states and convolutions send, and what their memory and time stand for."""
+    """Yield the bytes that layers with states and convolutions send, and the kernels that their cost assumes."""
     shape = question.shape
     kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
     pools = any(kind.index and kind.index.window for kind in shape.kinds)

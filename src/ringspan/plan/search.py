@@ -72,7 +72,7 @@ class Question:
         return self.host_shortage(setting) is None
 
     def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
-        """Return what a host of known memory lacks it for (to load or train) and a device's needed bytes, else None."""
+        """Return what the host has too little memory for (load or train), with a device's bytes for it, or None."""
         has, use = self.device.host_memory_bytes, host_use(self.shape, setting)
         for what in ("load", "train"):
             if use[what] > has and (has or what == "train"):
@@ -80,7 +80,7 @@ class Question:
         return None
 
     def limit(self, longest: Setting) -> str:
-        """Return what has no room for one more token per rank: host or device."""
+        """Return "host" or "device": the one without room for one more token per rank."""
         more = replace(
             longest,
             length=longest.length + Layout(longest.layout, 1, longest.ring).granularity,
@@ -93,7 +93,7 @@ class Question:
         return step_cost(self.shape, setting, self.device, self.batch, attention)
 
     def exceeds_on_any_route(self, setting: Setting) -> bool:
-        """Return whether it does not fit and another route, which only changes attention, cannot help."""
+        """Return True if no route fits: the host is too small, or the device with a peak outside attention."""
         on_device = training_memory(self.shape, setting)
         if self.host_shortage(setting) is not None:
             return True
@@ -187,7 +187,7 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def policies(question: Question) -> tuple[dict[str, Any], ...]:
-    """Return what is kept for backward (and AdamW's moments), on device or host, from everything to the least."""
+    """Return options for what backward keeps, and AdamW's moments, on device or host: from everything to the least."""
     has_host = question.device.host_bandwidth > 0
     hosts = (
         product((False, True), ("none", "activations"))

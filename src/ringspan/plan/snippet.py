@@ -51,7 +51,7 @@ def train_command(
 
 
 def start_command(command: str, ranks: int, per_node: int) -> str:
-    """Return a command that starts itself on one node's ranks, or by torchrun on those of several."""
+    """Return the command for these ranks: it starts one node's ranks itself, several nodes' by torchrun."""
     if ranks <= per_node:
         return f"{command} --nproc {ranks}"
     # torchrun starts the same number on every node: take the fewest nodes that divide the ranks.

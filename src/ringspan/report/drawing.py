@@ -48,7 +48,7 @@ Point = tuple[float, float]
 
 
 def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
-    """Make an empty picture whose axes are its pixels, y downward; ``label`` is for screen readers."""
+    """Create an empty picture in pixel coordinates, y downward; ``label`` is for screen readers."""
     from matplotlib.figure import Figure
 
     # SVG has 72 pixels per inch.

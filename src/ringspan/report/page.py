@@ -109,7 +109,7 @@ def command(line: str) -> str:
 
 
 def picture(draw: "Callable[..., Figure | None]", *arguments: object) -> str:
-    """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
+    """Return a picture as SVG, a line about the missing package, or an empty text without data."""
     if not installed("matplotlib"):
         return element(
             "p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft"

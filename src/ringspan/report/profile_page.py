@@ -61,7 +61,7 @@ _ZOOM: Final = (
 
 
 def page(profiles: list[RankProfile], title: str) -> str:
-    """Make the page, memory one rank at a time; from 17 ranks on without moments between peaks."""
+    """Return the page with each rank's memory; the more ranks, the fewer moments of each."""
     most = max(40, _MOMENTS // len(profiles))
     ranks = (
         f'<details name="rank"{" open" * (number == 0)}><summary>rank {profile.rank}</summary>'

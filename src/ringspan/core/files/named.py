@@ -80,7 +80,8 @@ def why_no_folder(path: Path) -> str | None:
         return error.strerror or type(error).__name__
     if not there.is_dir():
         return f"{there} is a file"
-    try:  # what permissions say is not all: nobody can make a folder in /proc, and root has no permissions
+    # Try it, since permissions do not tell all: /proc takes no folders, and root ignores permissions.
+    try:
         os.rmdir(tempfile.mkdtemp(prefix=".ringspan-", dir=there))
     except PermissionError:
         return f"no permission to write in {there}"

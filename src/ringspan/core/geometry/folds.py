@@ -16,7 +16,7 @@ from ringspan.core.names import BatchLayoutName, LayoutName
 
 
 def check_folds(name: BatchLayoutName, folds: int) -> LayoutName:
-    """Return the layout within each fold, or raise what is refused whatever the sequence.
+    """Return the layout within each fold; raise for a layout or number of folds that no sequence can have.
 
     Raises:
         LayoutError: a layout whose parts of a fold are not a few runs of tokens.
@@ -108,7 +108,7 @@ def folds_read(mask: str, length: int, tokens: int, fold: int) -> tuple[int, ...
 
 @lru_cache(maxsize=1024)
 def last_reader(mask: str, length: int, tokens: int, fold: int) -> int:
-    """Return the last fold whose queries see a fold's keys, -1 without any; arguments as of ``folds_read``."""
+    """Return the last fold whose queries see a fold's keys, -1 if there is none; arguments like ``folds_read``."""
     regions = Mask.parse(mask).table(length, length).copy()
     regions[:, 2] = np.maximum(regions[:, 2], fold * tokens)
     regions[:, 3] = np.minimum(regions[:, 3], (fold + 1) * tokens)

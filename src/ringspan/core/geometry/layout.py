@@ -208,7 +208,7 @@ class CustomLayout(Layout):
 
     @property
     def spec(self) -> str:
-        """Text for ``parse``, the same for equal layouts."""
+        """Text that ``parse`` reads; equal layouts have equal texts."""
         parts = "/".join(
             ",".join(f"{span.start}+{span.count}" for span in held)
             for held in self.parts

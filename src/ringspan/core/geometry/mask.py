@@ -120,7 +120,7 @@ class Mask:
 
     @property
     def spec(self) -> str:
-        """Text for ``Mask.parse``, the same for equal masks: a name, else regions without loose bounds."""
+        """Text that ``Mask.parse`` reads, equal for equal masks: a name, else regions without loose bounds."""
         match self.regions:
             case (only,) if only == Region():
                 return "full"

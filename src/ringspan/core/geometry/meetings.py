@@ -176,7 +176,7 @@ def stripe_hulls(
     k_count: int,
     regions: IntArray,
 ) -> IntArray:
-    """Return a query stripe's first and minus one past the last key, ``k_count`` if none. (2, pairs)."""
+    """Return hulls of keys that query stripes see: first, minus one past the last, ``k_count`` if none. (2, pairs)."""
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
@@ -290,7 +290,7 @@ def _run_bands(
 def _stripe_bands(
     cells: Cells, query: int, keys: IntArray, passes_queries: bool
 ) -> Iterator[tuple[Tile, ...]]:
-    """Yield one stripe's tiles against each of some others; ranks with the same tile share it."""
+    """Yield a query stripe's tiles against each of the key stripes ``keys``; equal tiles are one object."""
     bounds = _bounds(cells.met, passes_queries)
     first, stop = (
         keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query)
@@ -317,7 +317,7 @@ def _stripe_bands(
 
 
 def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield pairs of tiles that ``join`` may join: next to or above a FULL one of the same rows or keys."""
+    """Yield pairs of tiles that ``join`` may join: the second is FULL, and next to or below the first."""
     q0, q1, k0, k1, lo, hi = bounds
     above: dict[tuple[int, int, int], list[int]] = {}
     beside: dict[tuple[int, int, int], list[int]] = {}
@@ -345,7 +345,7 @@ def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
 
 
 def each_of(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-    """Concatenate ranges: which range each number is of, and the number."""
+    """Concatenate ranges [first, stop): return each number's range, and the number."""
     counts = np.maximum(stop - first, 0)
     which = np.arange(len(counts), dtype=first.dtype).repeat(counts)
     return which, np.arange(len(which), dtype=first.dtype) + (

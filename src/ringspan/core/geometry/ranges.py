@@ -38,7 +38,7 @@ def size(ranges: Ranges) -> int:
 
 
 def stored(ranges: Ranges, start: int, stop: int) -> slice:
-    """Return the place of [start, stop), within one range, when ranges are packed one after the other."""
+    """Return the place of [start, stop), a part of one range, if the ranges are packed one after the other."""
     packed = 0
     for first, last in ranges:
         if first <= start < last:

@@ -179,7 +179,7 @@ def meet(
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join tiles with the same pairs: causal squares along a diagonal, FULL rectangles side by side."""
+    """Join tiles to fewer with the same pairs: causal squares along a diagonal, and touching FULL rectangles."""
     # Zigzag's own block comes as two triangles and a rectangle: one causal tile.
     found = sorted(tiles)
     return _join_full(_join_causal(found)) if len(found) > 1 else found

@@ -155,7 +155,7 @@ class _Segments:
             yield Region(start, stop, start, stop, 0, hi)
 
     def shared(self) -> Iterator[Region]:
-        """Yield the tokens of runs that branch off against what they continue."""
+        """Yield the regions of segments (keys) and the later runs that continue them (queries)."""
         last = {run[0]: run[-1] for run in self.runs}
         # For each segment the ranges of later tokens, in other runs, that see it.
         later: list[list[tuple[int, int]]] = [[] for _ in self.parents]

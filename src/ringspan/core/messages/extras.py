@@ -21,7 +21,7 @@ EXTRAS: Final = {
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of that name is none."""
+    """Return whether a package can be imported; a folder of its name does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -54,7 +54,7 @@ def refused(
 def differences(
     before: object, now: object, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield dotted name and both values of what differs."""
+    """Yield the dotted name and both values of each entry that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)
         for key in {**old, **new}:
@@ -70,7 +70,7 @@ def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     same_release = before["transformers"] == now["transformers"]
     for name in before.keys() & now.keys() - {"transformers"}:
         for field, old, new in differences(before[name], now[name]):
-            is_absent = None in (old, new)  # as good as false
+            is_absent = None in (old, new)  # a missing field counts as false
             if not (is_absent and (not same_release or old is False or new is False)):
                 return f"{field} = {json.dumps(old)} in the model's {name}, where it is {json.dumps(new)} now"
     return None

@@ -19,7 +19,7 @@ class Sent(NamedTuple):
 def state_messages(
     layout: Layout, state: int, map_: int, *, reverse: bool = False
 ) -> Iterator[Sent]:
-    """Yield one sequence's states in forward (``state`` numbers, with a map ``map_`` more), or backward's gradients."""
+    """Yield one sequence's messages of states (``state`` numbers, and ``map_`` with a map), or of their gradients."""
     places = places_of(layout)
     links, last = links_of(places, ((0,),)), len(places) - 1
     for number, messages in enumerate(scan_rounds(links.reverse if reverse else links)):

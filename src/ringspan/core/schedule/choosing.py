@@ -29,9 +29,9 @@ _LOSS_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class ChoosingPart:
-    """One rank's part: the ``tokens`` that it exchanges and holds (``own``), and bytes of one, which may be many.
+    """One rank's part: the ``tokens`` that it exchanges, those it holds (``own``), and the bytes of a token.
 
-    ``index_bytes``: of a key of the index, 0 if a choice is shared or these are a part of the others. ``choosing`` and
+    ``index_bytes``: bytes of an index's key, 0 if a choice is shared or they are part of the others. ``choosing`` and
     ``attending`` are ``Work``.
     """
 
@@ -89,7 +89,7 @@ class _Moving(NamedTuple):
 def _start(
     part: ChoosingPart, token: int, message: int, *, is_back: bool = False
 ) -> Steps[_Moving]:
-    """Send what others take of ``token`` bytes each, and receive what they hold; ``is_back``: to its owners."""
+    """Start sending tokens that others need, ``token`` bytes each, and receiving theirs; ``is_back``: the reverse."""
     sent, received = reversed(part.tokens) if is_back else part.tokens
     sends: list[Message] = []
     came: list[Buffer] = []

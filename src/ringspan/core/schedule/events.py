@@ -211,7 +211,7 @@ class _Gathering(Walk):
     def _launch(
         self, launch: KernelLaunch, taken: Gradients, sums: list[DeferredSum]
     ) -> Iterator[Event]:
-        """Run a launch, and add its dq, dk and dv, or have them wait."""
+        """Run a launch, then add its dq, dk and dv to the sums, or keep them waiting."""
         if not any(taken.values):
             for each in sums:
                 yield from each.running()

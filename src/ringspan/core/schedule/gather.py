@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def places(self) -> slice:
-        """Return their places."""
+        """Return the tokens' places."""
         return slice(self.place, self.place + self.stop - self.start)
 
 
@@ -130,7 +130,7 @@ def gather(
     def laid_out(
         found: list[_Found], first: int, *own: Stage, in_stages: Gathered | None = None
     ) -> Gathered:
-        """Meet all keys from the place ``first`` on, which are in order of position."""
+        """Lay out pieces, and meet those from the place ``first`` on, which are in order of position."""
         pieces, spans, place = list[Piece](), list[Span](), 0
         for span, owner, start in found:
             pieces.append(Piece(owner, start, start + span.count, place))

@@ -172,7 +172,7 @@ def within_ranges(
     *packed: Ranges,
     passes_queries: bool = False,
 ) -> Iterator[KernelLaunch]:
-    """Yield a hop's calls, each within one packed range of keys (rows, of queries as blocks)."""
+    """Yield a hop's launches, each within one packed range of keys; of rows, if blocks are queries."""
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
         first = tile.q0 if passes_queries else tile.k0

@@ -47,7 +47,7 @@ class Paths:
 
     @cached_property
     def gradients(self) -> tuple[IntArray, IntArray]:
-        """Return the parts of a block's gradient that a rank holds, and gets from the rank before."""
+        """Return the parts of a block's gradient that a rank holds, and the parts that it gets from the rank before."""
         # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
         # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``Hop``).
         held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
@@ -69,7 +69,7 @@ class Paths:
         return int(self.needed[0, -1])
 
     def hops(self) -> Iterator[tuple[int, slice, slice]]:
-        """Yield places and rows of each hop whose blocks are not all sent from hop 0."""
+        """Yield (hop, places, rows) for each hop whose blocks are posted after hop 0."""
         ends = np.count_nonzero(self.place >= 0, axis=1).cumsum()
         rows: list[int] = self.first[ends].tolist()
         for hop, (start, end) in enumerate(pairwise(ends.tolist()), 1):
@@ -85,7 +85,7 @@ class Paths:
         )
 
     def pass_on(self) -> None:
-        """Cut each block, from the last hop back, to what is still needed."""
+        """Compute what each block carries: from the last hop back, its part plus the parts it passes on."""
         # A part goes through the rank before if that rank computes with at least half of it too, else it comes straight
         # from the owner. Below half, ranks would receive ever more that they do not need; but if the owner sent
         # everything, blocks would not stay among neighbours.

@@ -134,7 +134,7 @@ class Coming(NamedTuple):
 
 
 class Sum:
-    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``), and rows that have one."""
+    """Running sum of partials in ``buffer`` (``torch.kernels.partials.Partial``), and the rows it covers."""
 
     def __init__(self, shape: Shape, buffer: Buffer) -> None:
         self.buffer, self._shape = buffer, shape
@@ -174,7 +174,7 @@ class Waiting:
         self._held: list[Buffer] = []
 
     def add(self, start: int, stop: int, value: Buffer) -> bool:
-        """Have a value wait; return True if too many do."""
+        """Let a value wait; return True if too many rows wait then."""
         self._ends.append((start, stop))
         self._held.append(value)
         return is_full(sum(stop - start for start, stop in self._ends), self.rows)
@@ -249,14 +249,14 @@ class DeferredSum:
     def add(
         self, start: int, stop: int, value: Buffer, *, is_short: bool
     ) -> Iterator[Event]:
-        """Add a value, which waits if it is short."""
+        """Add a value to the sum; a 16-bit one waits for others first."""
         if not is_short or self._waiting.add(start, stop, value):
             yield from self.running()
         if not is_short:
             yield from drop(value)
 
     def running(self) -> Iterator[Event]:
-        """Have the sum, to add to."""
+        """Allocate the float32 sum, unless it exists, and add the waiting values to it."""
         if self._buffer is None:
             self._buffer = yield from make(self._token * self._waiting.rows)
         yield from self._waiting.clear()

@@ -139,7 +139,7 @@ def _slow_ranks(
     *,
     is_backward: bool,
 ) -> tuple[int, ...]:
-    """Return the first, last and last node's first rank, and those with most work, arrivals, or both."""
+    """Return ranks that may be slowest: first, last, last node's first, and those with most work, arrivals, or both."""
     found = loads(layout, mask, keys, route)
     token = shape.kv_numbers * shape.itemsize
     arrivals = [(found.blocks, shape.query_bytes if route.passes_queries else token)]
@@ -170,7 +170,7 @@ def _slow_ranks(
 
 
 def _without_members(layout: Layout) -> Layout:
-    """Return a layout with a rank per group if padding is equal: one schedule for all sizes."""
+    """Return the layout with a rank per group, if padding stays equal: then all group sizes share one schedule."""
     plain = replace(layout, members=1)
     return plain if plain.padded_length == layout.padded_length else layout
 

@@ -26,7 +26,7 @@ _simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
 
 
 def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
-    """List a folder's tasks, and lm-eval's, which take ten seconds to read, if the names need them."""
+    """Return a manager of a folder's tasks, with lm-eval's only if names need them: reading these takes ten seconds."""
     if include is not None:
         own = TaskManager(include_path=include, include_defaults=False)
         if all(own.match_tasks([name]) for name in names):

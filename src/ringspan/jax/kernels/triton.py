@@ -84,7 +84,7 @@ class TritonKernel(Kernel):
         without_strides: Array | None = None,
         **options: Any,
     ) -> list[Array]:
-        """Run a program on arrays, those for slopes only, tables, numbers, strides and results; return ``updated``."""
+        """Launch a program with all its arguments; return the last ``updated`` of ``arrays``, updated."""
         from jax_triton import triton_call
 
         from ringspan.gpu import tuning

@@ -279,7 +279,7 @@ class XlaKernel(Kernel):
         ],
         leave: Callable[[Array, _Sums, _Sums], _Sums],
     ) -> _Sums:
-        """Visit all chunk pairs: runs of whole ones, which keep their chunk of queries, and those that bands cut."""
+        """Visit all chunk pairs: runs of whole pairs, which share a chunk of queries, then pairs that bands cut."""
 
         def run(n: Array, sums: _Sums) -> _Sums:
             query, first, count = work.runs[n]

@@ -162,7 +162,7 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
 
 
 def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
-    """Return the slowest rank's waiting in one more forward, and one more forward and backward."""
+    """Return the slowest rank's wait for messages in one more forward, and in one more forward and backward."""
     waits: dict[str, float] = {}
     for kind, is_backward in (("forward", False), ("forward_backward", True)):
         dist.barrier()
@@ -173,7 +173,7 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
 
 
 def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
-    """Return any rank's most bytes in a pass without its inputs; kernel and message buffers included."""
+    """Return the peak bytes of a pass on any rank: without inputs, with kernel and message buffers."""
     torch.set_num_threads(threads)
     found = allocated_bytes(function) if function else 0
     torch.set_num_threads(1)

@@ -158,7 +158,7 @@ class Timing(NamedTuple):
 
 
 class Copies:
-    """Network that copies what a rank would receive from where it already is, on a side stream."""
+    """A network that copies the blocks a rank would receive from this device's memory, on a side stream."""
 
     def __init__(self, device: torch.device, blocks: dict[int, Tensor]) -> None:
         self._blocks = blocks
@@ -371,7 +371,7 @@ def alone(
     k: Tensor,
     v: Tensor,
 ) -> dict[str, Callable[[], Any]]:
-    """Run one kernel's forward and backward by its calls for a sequence, and nothing else."""
+    """Return one kernel's forward and backward of a sequence, as its launches only."""
     kernel, (hop,) = kernels.KERNELS[name], schedule.hops
     launches = kernel.launches(hop.bands)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -410,7 +410,7 @@ def alone(
             else:
                 kernel.backward(inputs, one, scores)
 
-    # out and lse of backward.
+    # Backward's out and lse: any numbers do.
     result, norm = (
         q,
         lse.new_full(lse.shape, math.log(k.shape[2])),

@@ -114,7 +114,7 @@ def examine_training() -> Trial:
 
 
 def outcome_of(trials: Sequence[Trial]) -> Trial:
-    """Return the failure that came first, if a rank failed (its peers fail after it), or the shared outcome."""
+    """Return the earliest failure, since a rank's peers fail after it, or the common outcome of all ranks."""
     failures = [
         trial._replace(failure=f"rank {rank}: {trial.failure}")
         for rank, trial in enumerate(trials)
@@ -126,7 +126,7 @@ def outcome_of(trials: Sequence[Trial]) -> Trial:
 def examine_job(
     timeout_seconds: float = 120.0, doing: Callable[[str], None] = lambda what: None
 ) -> tuple[dict[str, Any], bool]:
-    """Return ``examine``'s findings for torchrun's job, and whether this rank shows them."""
+    """Return the findings of ``examine`` for a job of torchrun, and whether this rank prints them."""
     is_first = os.environ["RANK"] == "0"
     doing("measuring the ranks of this job and the links between them")
     try:
@@ -169,7 +169,7 @@ def report(
     failures: Iterable[Problem] = (),
     trial: Trial | None = None,
 ) -> dict[str, Any]:
-    """Return what this machine has, its ranks found, and all problems; ``min_block_tokens``: F/B of the slowest."""
+    """Return the report on machine, ranks and problems; ``min_block_tokens`` is F/B of the slowest rank."""
     device = local_device()
     problems = [*_problems_here(device), *failures]
     speeds = examined["speeds"] if examined else [measure_speeds(device)]
@@ -479,7 +479,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
 
 
 def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
-    """Describe each kernel: does it run on any device, its largest share of each case, or why none."""
+    """Describe each kernel: whether it runs on any device, its largest share of each case, or why it does not run."""
     served: dict[str, dict[str, float]] = {name: {} for name in kernels.KERNELS}
     for where in devices:
         for title, case in CASES.items():
@@ -499,7 +499,7 @@ def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
 
 
 def _why_not(name: str, where: torch.device) -> str | None:
-    """Return what keeps a kernel from plain bfloat16 attention on the machine's last device."""
+    """Return why a kernel cannot compute plain bfloat16 attention on a device, or None."""
     with FakeTensorMode():
         probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=where)
         why = kernels.why_not(name, probe, probe, Scores(1.0))

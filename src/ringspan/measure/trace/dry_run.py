@@ -144,7 +144,7 @@ def _batch(
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:
-    """Return rules for tensors without values, as on CPU or GPU: fake CUDA tensors need one."""
+    """Return a CPU's or GPU's device rules for tensors without values; fake CUDA tensors would need a GPU."""
     # Tensors without values cannot be offloaded to a file, and any module passes a probe.
     rules = (
         DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
@@ -153,7 +153,7 @@ def _without_values(on_gpu: bool) -> DeviceRules:
 
 
 class _OneChunk(Eager):
-    """Plain PyTorch on one chunk of scores of a launch: without values all of the many are equal."""
+    """Plain PyTorch on a single chunk of a launch's scores: without values, all chunks cost the same."""
 
     def heads(
         self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize
@@ -219,7 +219,7 @@ def trace_plan(answer: Plan, rank: int) -> Trace:
 
 
 def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
-    """Return what ``ringspan plan --trace`` shows in place of the formula's bytes, and the timeline."""
+    """Return the traced bytes that ``ringspan plan --trace`` shows instead of the formula's, and the timeline."""
     peak, memory = traced.peak, Memory(traced.peak.phase, traced.peak.bytes)
     return {
         "fits": memory.needed_bytes <= budget_bytes,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def real_meshes() -> ExitStack:
-    """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them."""
+    """Let FSDP2 slice and join meshes with real numbers while all other tensors are fake."""
     # A mesh reads its rank from a tensor, which has no values under ``FakeTensorMode``; no argument changes that.
     take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
 

@@ -51,7 +51,7 @@ class _Storage:
 
 @dataclass
 class MemoryTracker(TorchDispatchMode):
-    """A dispatch mode that knows all storages made inside of it, also inside of the ring operator.
+    """A dispatch mode that counts all storages created under it, also by the ring operator.
 
     It runs the ring's own loop in place of the operator; what a kernel allocates inside one of PyTorch's operators is
     not seen. With ``is_fake`` it answers for tensors without values (see ``_ANSWERS``).
@@ -126,7 +126,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._move(known, "gradients")
 
     def keep(self) -> None:
-        """Count what forward leaves for backward as activations."""
+        """Count temporaries that forward leaves for backward as activations."""
         self._keep_since(0)
         self._note()
 
@@ -146,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def restart(self) -> None:
-        """Forget the moments so far, not what is held."""
+        """Forget the moments so far, but not the storages that are held."""
         # FSDP pads uneven parameters to new tensors in the first step.
         self.watch("parameters", self._sharded)
         self.moments.clear()

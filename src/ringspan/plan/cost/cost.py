@@ -84,7 +84,7 @@ class StepCost(_Time):
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """Return the model FLOPs of one sequence (``training_flops``); of states thrice, of towers per image."""
+    """Return one sequence's model FLOPs: ``training_flops``, three times a forward of states, and towers per image."""
     counts = shape.counted(shape.layers)
     # A score takes the numbers of a key, a result those of a value: the mean of both, twice.
     pairs = sum(
@@ -321,7 +321,7 @@ class _LayerTimes:
         )
 
     def _mixing(self, kind: LayerKind) -> list[Pass]:
-        """Time attention, states and convolutions, and what checkpoints recompute: not states kept (``attention``)."""
+        """Time attention, states and convolutions, with recomputation: on a ring ``attention`` keeps states."""
         setting, (sizes, speeds) = self.setting, self._attention(kind)
         passes: list[Pass] = []
         if kind.attends:

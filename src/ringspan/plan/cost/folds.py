@@ -13,12 +13,12 @@ _FLOAT32 = 4
 
 class PerToken(NamedTuple):
     keys: float
-    """And values; as many bytes of the first gradients of these that a fold gets."""
+    """Keys and values; the first gradients that a fold gets of them take the same bytes."""
     results: float
 
 
 def per_token(counts: Mapping[LayerKind, int], setting: Setting) -> PerToken:
-    """Return what waits of one token of a fold."""
+    """Return the bytes per token of a fold that wait for later folds and backward."""
     keys = sum(
         count * setting.number_bytes * keys_of(kind) for kind, count in counts.items()
     )
@@ -35,7 +35,7 @@ def _results(kind: LayerKind, setting: Setting) -> float:
 
 
 def _gradients(kind: LayerKind, setting: Setting, turns: int, folds: int) -> int:
-    """Return bytes of a fold's token, summed over ``folds`` folds, when ``turns`` later ones had theirs in backward.
+    """Return gradient bytes per token, summed over ``folds`` folds, after backward of ``turns`` later folds.
 
     A fold's first gradient of its keys waits as attention returned it, a sum of more in float32.
     """
@@ -70,7 +70,7 @@ def folds_read(kind: LayerKind, setting: Setting) -> int:
 def waiting_bytes(
     local: ModelShape, setting: Setting, done: int, attending: LayerKind | None = None
 ) -> int:
-    """Return the most that waits when backward has finished ``done`` layers of a fold: of one of the last three.
+    """Return the most bytes that wait when backward has finished ``done`` layers of one of the last three folds.
 
     ``attending``: the next layer, if its attention is under way.
     """

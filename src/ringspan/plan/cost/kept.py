@@ -10,7 +10,7 @@ _FLOAT32 = 4
 
 
 def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
-    """Return bytes per token by ``kinds.PARTS``, of attention's result and log-sum-exp, and of mixing by states."""
+    """Return bytes per token by part: ``kinds.PARTS``, attention's result with log-sum-exp, and mixing by states."""
     a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
     # A ring keeps latents: the keys and values that they are expanded to are computed again.
     parts = {

@@ -135,7 +135,7 @@ class _Step:
         self.gathered = self.a * self.root
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
-        """Return what ``layers`` layers keep on the device (offloaded: prefetched pieces), with recomputed inputs."""
+        """Return what ``layers`` layers keep on the device, with recomputed inputs; if offloaded, prefetched pieces."""
         setting = self.setting
         segment = setting.layers_per_checkpoint
         again = (
@@ -188,7 +188,7 @@ class _Step:
         )
 
     def losses(self) -> list[Memory]:
-        """Moments when the loss has gradients of a chunk of logits, and when backward casts the head's float32 one."""
+        """Moments when the loss has a chunk of logits and gradients, and when the head's gradient is rounded."""
         setting = self.setting
         loss = loss_bytes(
             self.shape.hidden,
@@ -213,7 +213,7 @@ class _Step:
         ]
 
     def layers(self) -> list[Memory]:
-        """Moments of the last, second last and first layer, and segments with just recomputed inputs."""
+        """Moments of the last, second last and first layer, and of segments whose inputs were just recomputed."""
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
         # The last layer of each kind, as most is kept when its backward pass runs.
@@ -391,7 +391,7 @@ class _Step:
         )
 
     def towers(self) -> list[Memory]:
-        """Backward of a tower's last layer: recomputed, its gradients, those of embeddings."""
+        """Moment in backward of a tower's last layer: recomputed, with gradients of the layer and of embeddings."""
         shape, setting = self.shape, self.setting
         if not shape.towers:
             return []

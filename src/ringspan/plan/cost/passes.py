@@ -134,7 +134,7 @@ def slowest_passes(
 def repeated(
     count: int, one: tuple[Pass, Pass], share: float = 1.0
 ) -> tuple[Pass, Pass]:
-    """Return ``count`` times both, whose ``share`` of pairs is computed."""
+    """Return forward and backward ``count`` times, if only this ``share`` of their pairs is computed."""
     times = count * share, count * share, count, count
     forward, backward = (
         Pass(*(n * cost for n, cost in zip(times, each, strict=True))) for each in one
@@ -159,7 +159,7 @@ def _passes(
     *,
     is_backward: bool,
 ) -> Iterable[Pass]:
-    """Return ``timing.passes``; above 64 ranks or groups extrapolated from 64 and 48: each rank adds the same."""
+    """Return ``timing.passes``, above 64 ranks or groups extrapolated from 64 and 48, as each adds the same."""
     groups, nodes = (
         layout.ranks // route.ulysses,
         -(-layout.ranks // speeds.ranks_per_node),

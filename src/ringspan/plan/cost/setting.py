@@ -69,7 +69,7 @@ class Setting(StepConfig):
 
     @cached_property
     def fold(self) -> "Setting":
-        """The step of one of several folds, whose own number is 0."""
+        """The setting of one fold, with its length and ``folds`` 0; this setting, if it has one fold."""
         return (
             self
             if self.folds < 2
@@ -91,7 +91,7 @@ class Setting(StepConfig):
 
     @property
     def feedforward_tokens(self) -> int:
-        """Tokens that a feed-forward takes at once, 0 for all; ``auto``: if it can be cut and comes last."""
+        """Tokens that a feed-forward computes at once, 0 for all; ``auto``: chunks if there are checkpoints."""
         return self._chunk_tokens(self.feedforward_chunk_tokens)
 
     @cached_property
@@ -111,7 +111,7 @@ class Setting(StepConfig):
         return dtype_bytes(self.parameter_dtype)
 
     def micro_steps(self, sequences: int) -> int:
-        """Return each replica's forward and backward passes for an optimizer step of so many sequences."""
+        """Return each replica's forward and backward passes for an optimizer step of ``sequences`` sequences."""
         return sequences // (self.replicate * self.batch)
 
     @property

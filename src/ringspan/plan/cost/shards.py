@@ -57,7 +57,7 @@ def trained_number_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return what a rank keeps on the host: checkpointed activations and AdamW's moments."""
+    """Return the bytes that a rank keeps on the host: checkpointed activations and AdamW's moments."""
     moments = moment_bytes(shape, setting) if setting.has_moments_on_host else 0
     if setting.offload == "none":
         return moments

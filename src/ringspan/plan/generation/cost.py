@@ -143,7 +143,7 @@ def _held(text: Text, kind: LayerKind, read: int, written: int) -> int:
 
 
 def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
-    """Return q, k, v, result with float32 sums or an index's scores, what is fetched, moved, expanded or in transit."""
+    """Return attention's bytes: q, k, v, results, sums or scores, and keys being fetched, moved, expanded or sent."""
     a, index, written = text.number_bytes, kind.index, text.new_tokens - 1
     keys, results = (
         kind.kv_heads * (kind.head_dim + kind.value_dim),
@@ -173,7 +173,7 @@ def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
 
 
 def _wide(shape: ModelShape, kind: LayerKind) -> int:
-    """Return a token's numbers in a feed-forward; experts gate copies of it, whose results are weighed and sorted."""
+    """Return a token's numbers in a feed-forward; experts take copies, and their results are weighted and sorted."""
     copies = round(kind.chosen * kind.experts[0]) * shape.hidden
     return max((4 if copies else 3) * kind.intermediate + copies, 4 * copies)
 

@@ -114,7 +114,7 @@ class TextPlan:
 
     @property
     def alone_is_better(self) -> bool:
-        """True if one device holds it, and no mesh saves three percent of the time."""
+        """True if one device holds the model and cache, and no mesh saves three percent of the time."""
         return self.alone_fits and self.text.devices == 1
 
     def as_json(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _as_json(cost: TextCost, *, fits: bool) -> dict[str, Any]:
 
 
 def plan_text(question: TextQuestion) -> TextPlan:
-    """Return the quickest mesh, of fewer devices within three percent; if none fits, the most frugal one."""
+    """Return the mesh with the fewest devices within 3% of the quickest; if no mesh fits, the most frugal one."""
     holding = [text for text in question.texts if question.fits(text)]
     # Gather weights for each token only on meshes that do not hold them whole.
     whole = {
@@ -278,7 +278,7 @@ def plan_text(question: TextQuestion) -> TextPlan:
 
 
 def _longest_prompt(question: TextQuestion) -> int:
-    """Return the longest prompt's tokens that all devices hold with as many new ones; 0 if none."""
+    """Return the tokens of the longest prompt that fits with the question's new tokens; 0 if no prompt does."""
 
     def holds(prompt: int) -> bool:
         fits = (question.fits(replace(text, prompt=prompt)) for text in question.texts)

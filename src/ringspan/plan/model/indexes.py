@@ -54,7 +54,7 @@ def _blocks(of: Any, token: int) -> Index:
 
 
 def _pools(of: Any, token: int, heads: int, size: int, topk: int, inputs: int) -> Index:
-    """Return an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
+    """Return an index of pools of ``size`` tokens; a query also attends to the tokens after its last pool."""
     options = {
         "size": size,
         "keys": size,

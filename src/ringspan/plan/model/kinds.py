@@ -120,7 +120,7 @@ class LayerKind:
 
     @property
     def idle(self) -> int:
-        """Weights of experts that a token is not sent to."""
+        """Weights of the experts that a token does not use."""
         return max(0, self.mixing + self.feedforward - self.matrices)
 
     @property
@@ -223,5 +223,5 @@ class Tower:
     layers: int
 
     def share(self, batch: int, ranks: int) -> int:
-        """Units of the fullest rank, at least one, since all gather the weights together."""
+        """Units of the fullest rank; at least one, since all ranks gather the weights together."""
         return -(-batch * self.units // ranks)

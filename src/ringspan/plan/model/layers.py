@@ -64,7 +64,7 @@ class _Saved(NamedTuple):
 
     @property
     def column(self) -> int:
-        """The number of ``Kept`` that it adds to."""
+        """The index of the field of ``Kept`` that counts this tensor."""
         if self.dtype == torch.bfloat16:
             return 1 if self.in_norm else 0
         return 3 if self.in_norm else 4
@@ -112,7 +112,7 @@ class LayerRun:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps q, k, v; the rest of what a ring keeps is counted by formula."""
+    """Attention that keeps q, k and v only; the rest that a ring keeps is counted by formula."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ def _attend_to_choice(
 
 
 def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
-    """Return each layer's first one with the same modules, sizes, settings and ``others``."""
+    """Return, for each layer, the first layer with the same modules, sizes, settings and ``others``."""
     first: dict[Any, int] = {}
     return [
         first.setdefault((other, *map(_looks_of, layer.named_modules())), number)
@@ -192,7 +192,7 @@ def _looks_of(named: tuple[str, nn.Module]) -> object:
 
 
 class _Watch:
-    """The module at work, and what has been kept before."""
+    """State of a watched run: the layer and child at work, and the storages counted already."""
 
     def __init__(self, model: nn.Module) -> None:
         """Start outside of all layers.
@@ -223,7 +223,7 @@ class _Watch:
         return copied
 
     def switch(self, child: str, layer: LayerRun | None = None) -> None:
-        """Count what has run since the last switch; from now on a child (of this or another layer) runs."""
+        """Add the FLOPs since the last switch to the child before; from now on ``child`` runs."""
         total = self.counter.get_total_flops()
         self.layer.products[self.child] += total - self.counted
         self.layer, self.child, self.counted = layer or self.layer, child, total
@@ -240,7 +240,7 @@ class _Watch:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """Return references by a number that another storage may have once this one is gone."""
+    """Return weak references to storages by their id; an id may be reused once its storage is gone."""
     return {id_of(x): weakref.ref(x.untyped_storage()) for x in tensors}
 
 
@@ -525,7 +525,7 @@ def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ..
 
 
 def kept_around(run: LayerRun, layers: list[LayerRun]) -> tuple[Kept, Kept]:
-    """Return what is kept of a token around layers, except tokens and positions, and what the last norm keeps."""
+    """Return what is kept per token around the layers, except tokens and positions, and by the last norm."""
     last = run.order[-1] if run.order else None
     sums = [[0] * len(Kept._fields) for _ in range(2)]
     theirs = {id(each.storage) for layer in layers for each in layer.inputs}

@@ -50,7 +50,7 @@ def measure(
         return x
 
     def embeddings() -> tuple[int, list[Tensor]]:
-        """Return the number of embeddings, and all that is computed, of deeper layers too."""
+        """Return the number of embeddings, and all computed pieces, deeper layers' included."""
         output = compute(**inputs, return_dict=True)
         pieces = [*pieces_of(output.pooler_output)]
         deeper = [

@@ -77,7 +77,7 @@ def config_of(values: Mapping[str, Any], name: str) -> PreTrainedConfig:
 
 
 def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
-    """Build a config's model on the meta device by an auto class; UnsupportedError for one that no ring runs."""
+    """Build a config's model on the meta device by an auto class; UnsupportedError if a ring cannot run it."""
     config = config_of(values, name)
     for part in (config, text_config(config)):
         for field in UNSUPPORTED_FIELDS:
@@ -188,7 +188,7 @@ def _latents_of(callers: list[nn.Module]) -> dict[str, int]:
 
 
 class _Facts:
-    """A layer: its children with attention or a state, and what they and the others hold."""
+    """A layer's weights, sorted into children with attention or a state, and others."""
 
     def __init__(self, layer: nn.Module, size: int, run: LayerRun, where: str) -> None:
         """Sort a layer's weights: of children with attention or a state, and others (a feed-forward, experts).
@@ -309,6 +309,6 @@ class _Facts:
         return Kept(self.size, self.size, self.size, 4 * self.size + 4), keys, *kept[2:]
 
     def _products(self) -> int:
-        """Return a feed-forward's products: three of a gated one, whose first two may be one weight."""
+        """Return the number of a feed-forward's products: three if gated, even if the first two are one weight."""
         large = [size for size in self.rest if 4 * size > max(self.rest)]
         return max(1, round(sum(large) / min(large))) if large and len(large) < 4 else 3

@@ -216,7 +216,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters without those of experts that a token is not sent to."""
+        """Parameters that a token uses: all except the experts that it is not sent to."""
         return self.parameters - sum(
             kind.idle * count for kind, count in self.counted(self.layers).items()
         )

@@ -212,7 +212,7 @@ def _idefics_images(
 def _inputs(
     model: PreTrainedModel, cut: Cut, given: Units
 ) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
-    """Return a sequence's units, and a tower's inputs for some; ConfigError for a size that it rejects."""
+    """Return a sequence's units, and a function from a number of units to inputs; ConfigError for a bad size."""
     config = model.config
     if isinstance(cut, WindowsOfSound):
         return given.count, partial(_windows, cut, config.audio_config)
