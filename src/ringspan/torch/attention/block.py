@@ -67,10 +67,11 @@ class PackedSpec(NamedTuple):
         )
 
     def on(self, buffer: Tensor) -> "Block":
+        """Return the block whose keys, values and scales are views of a flat buffer of this layout."""
         scales = None
         numbers = buffer
         if self.scaled:
-            # Factors first: behind numbers of one byte they would lie at odd addresses.
+            # Factors come first: after numbers of one byte they would not be aligned.
             scales = (
                 buffer[: self._factors]
                 .view(torch.float32)
@@ -119,7 +120,7 @@ class Block:
         spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
         packed = spec.on(make(spec.buffer_spec))
         if self.scales is not None and packed.scales is not None:
-            # Of the whole block: cut down, its code is sent on as it came.
+            # Scales hold for any part of the block, so its codes are copied unchanged.
             packed.scales.copy_(self.scales)
         for start, stop in ranges:
             rows = packed.rows(start, stop)
@@ -156,7 +157,7 @@ class RunningSum:
 
     def add(self, rows: slice, value: Tensor) -> None:
         mine = self._into[:, :, rows]
-        # Rows are either all new, all there, or, where masks of documents cross, some of each.
+        # Rows are all new, all written, or a mix if masks of documents cross.
         missing = self._rows.touch(rows)
         if missing == rows.stop - rows.start:
             mine.copy_(value)
@@ -179,7 +180,10 @@ class RunningSum:
 
 
 class DeferredSum:
-    """The same of 16-bit values, which wait until they are summed; in float32 where too many do, or others come."""
+    """Sum of row ranges of 16-bit values, which wait and are added in one pass.
+
+    If too many wait, or a value in the dtype of the sum comes, it becomes a ``RunningSum`` in that dtype.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._make = partial(torch.empty, like.shape, dtype=dtype, device=like.device)
@@ -189,7 +193,7 @@ class DeferredSum:
     def of(
         like: Tensor, dtype: torch.dtype, into: Tensor | None = None
     ) -> "RunningSum | DeferredSum":
-        """Return a sum of values ``like`` those, in ``dtype``: ``into`` a result that has it."""
+        """Return a sum in ``dtype`` of values ``like`` a tensor: deferred if they are narrower, else in ``into``."""
         if like.dtype != dtype:
             return DeferredSum(like, dtype)
         return RunningSum(torch.empty_like(like) if into is None else into)

@@ -35,6 +35,8 @@ _MERGED: Final = {"what": "attention to a cache that is split over the ring"}
 
 @dataclass(frozen=True)
 class Reach:
+    """Keys of a cache that layers of one kind see: their owners, and a mask."""
+
     keys: CustomLayout
     masks: tuple[Mask, ...]
     """One per sequence; a single one if all are equal."""
@@ -42,6 +44,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class Turn:
+    """One rank's part in a forward pass over new tokens, for all layers."""
+
     group: dist.ProcessGroup | None
     rank: int
     new: CustomLayout
@@ -98,7 +102,7 @@ class Turn:
         return result
 
     def partial(self, asked: Request, kind: object) -> tuple[Tensor, Tensor]:
-        """Return ``attend`` without sinks and its lse (B, H, n), of this rank's share only if all compute all."""
+        """Return out and lse (B, H, n) without sinks; over this rank's keys only, if it computes all tokens."""
         masks, parts = self.reaches[kind].masks, list[tuple[Tensor, Tensor]]()
         each = len(asked.q) // len(masks)
         for number, mask in enumerate(masks):
@@ -136,6 +140,11 @@ class Turn:
         return self._rings[key]
 
     def _ring(self, asked: Request, keys: CustomLayout, mask: Mask) -> Ring:
+        """Return the ring that attends to a cache under one mask.
+
+        If the new tokens are split, all ranks take the route that sends fewer bytes. Otherwise it is a ring of one
+        rank, over this rank's share of the keys, whose partial ``merged`` joins to the others.
+        """
         q, k, v = asked.q, asked.k, asked.v
         scores = Scores(
             q.shape[-1] ** -0.5 if asked.scale is None else asked.scale,

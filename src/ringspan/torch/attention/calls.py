@@ -31,11 +31,11 @@ class Call(NamedTuple):
 
 
 Calls = tuple[Returning | InPlace, tuple[Call, ...]]
-"""A hop's kernel, and the calls of it."""
+"""A hop's kernel and its calls."""
 
 
 class Planned(NamedTuple):
-    """Calls of each hop, or of each stage of gathered keys as they suit the kernel."""
+    """Calls of each hop; or of each stage, with the gathered keys arranged as the kernel needs them."""
 
     calls: tuple[Calls, ...]
     gathered: Gathered | None = None
@@ -50,7 +50,7 @@ def calls_of(
     schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool
 ) -> Planned:
     """Return the calls of a pass for queries like ``q``."""
-    # All that ``choose`` reads but the tiles.
+    # Everything that ``kernels.choose`` reads, except the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
     sizes = q.shape[0], q.shape[1], q.shape[3]
     key = (
@@ -79,7 +79,7 @@ def calls_of(
 def _of_gathered(
     gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool
 ) -> Planned:
-    # a kernel of squares may be the best for the stages alone
+    # A kernel that computes only square tiles may be the best one for stages, but not for undivided bands.
     kernel = kernels.choose(
         serving, (gathered.in_stages or gathered).bands, q, is_backward=is_backward
     )
@@ -109,6 +109,11 @@ def _calls(
     *,
     is_backward: bool,
 ) -> Calls:
+    """Return a hop's kernel and its launches, each with the places of its rows, keys and sums.
+
+    The block of any hop but the first arrives packed, so its tokens lie at offsets in the packed ranges. Sums are
+    packed too if they are sent: the key gradients in backward, the partial of another rank's queries on ``pass-q``.
+    """
     block = hop.arrives.ranges if hop.index else None
     passes_queries = schedule.passes_queries and not is_backward
     sums = block and (

@@ -9,7 +9,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, find_name
 from ringspan.torch.attention.block import Block, PackedSpec
 
-# and the largest value of each
+# The dtype of each code and its largest value.
 _CODES: Final = {
     "float8": (torch.float8_e4m3fn, 448.0),
     "int8": (torch.int8, 127.0),

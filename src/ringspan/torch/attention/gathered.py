@@ -44,6 +44,10 @@ Keys = tuple[Tensor, Tensor]
 def forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, T, E) and lse (B, H, T) of local queries over all keys of the ring, fetched at once.
+
+    Equals ``ring.forward``. Stages before the last one need only this rank's own keys, and overlap the transfer.
+    """
     out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -64,6 +68,10 @@ def backward(
     ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return local dq, dk and dv, given out and lse over all keys, as ``ring.backward``.
+
+    Keys are fetched again. The gradients of one head group's keys travel to their owners while the next one computes.
+    """
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     dtype = accumulation_dtype(q.dtype)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -97,7 +105,7 @@ def backward(
 def _suited(
     ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, *, is_backward: bool
 ) -> tuple[Ring, tuple[Calls, ...]]:
-    """Return the ring with gathered keys as they suit the kernel that serves, and its calls of each stage."""
+    """Return the ring with its gathered keys arranged for the serving kernel, and the calls of each stage."""
     _, heads, _ = next(ring.heads(q, k))
     found = calls_of(ring.schedule, serving, q[:, heads], is_backward=is_backward)
     return replace(ring, gathered=found.gathered), found.calls
@@ -106,24 +114,27 @@ def _suited(
 def _groups(
     ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, slice, slice, "_Group"]]:
+    """Yield each head group's number, query heads, key heads and keys, after starting to fetch the next group's."""
     groups = [*ring.heads(q, k)]
     fetched = [_Group(ring, serving, 0, k[:, groups[0][2]], v[:, groups[0][2]])]
     for number, heads, kv_heads in groups:
         for following, _, others in groups[number + 1 : number + 2]:
             fetched.append(_Group(ring, serving, following, k[:, others], v[:, others]))
-        yield number, heads, kv_heads, fetched.pop(0)  # which nobody else holds
+        # Popped, so that the caller's ``del`` frees the keys.
+        yield number, heads, kv_heads, fetched.pop(0)
 
 
 class _Group:
-    """Some heads' gathered keys and values, which are under way as soon as there is one.
+    """Gathered keys and values of some heads; creating a group starts their transfer.
 
-    Exact messages are stretches of one buffer, token by token; coded ones are packed. So are a
-    CPU's: its kernels want a head's keys together, and shared memory has messages of its own.
+    Exact messages are slices of one buffer, token by token. Coded messages are packed, and so are all messages
+    on a CPU: its kernels want a head's keys contiguous, and shared memory has its own message buffers.
     """
 
     def __init__(
         self, ring: Ring, serving: tuple[str, ...], number: int, k: Tensor, v: Tensor
     ) -> None:
+        """Start to fetch the keys of head group ``number``, whose number is part of its messages' numbers."""
         assert ring.gathered is not None, "it is suited to a kernel"
         self._ring, self._serving, self._plan, self._own = (
             ring,
@@ -144,12 +155,12 @@ class _Group:
     @property
     def keys(self) -> Keys:
         assert self._keys is not None, "a stage has begun"
-        # copies where only one has rows of 16 bytes
+        # Copies both if only one of them has rows of 16 bytes.
         keys, values = kernels.laid_out(self._serving, *self._keys)
         return keys, values
 
     def stages(self, calls: tuple[Calls, ...]) -> Iterator[Calls]:
-        """Yield the calls of each stage once its keys are here."""
+        """Yield the calls of each stage once its keys have arrived."""
         if self._keys is None:
             k, v = self._own.k, self._own.v
             keys, values = (
@@ -167,7 +178,7 @@ class _Group:
                 yield mine
 
     def _exchange(self, message: int) -> None:
-        """Send own keys out of the buffer, and receive the others in it."""
+        """Copy own keys into one buffer, send slices of it, and receive the other ranks' keys in place."""
         k, v = self._own.k, self._own.v
         batch, heads, _, size = k.shape
         buffer = k.new_empty(self._plan.num_keys, batch * heads * (size + v.shape[3]))
@@ -185,6 +196,7 @@ class _Group:
             self._transfers.append(transfer)
 
     def _post_packed(self, message: int) -> list[Coming]:
+        """Send other ranks the ranges of own keys that they read, encoded once, and start to receive theirs."""
         ring, own = self._ring, self._own
         hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
         dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, cast
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
-"""out and lse of a forward pass, and of an index what it chose."""
+"""out and lse of a forward pass, then what an index chose, if there is one."""
 _Results = TypeVar("_Results", bound=Results)
 Handler = Callable[[Callable[[], Results]], Results]
 
@@ -26,7 +26,8 @@ def handling(handler: Handler) -> Iterator[None]:
 
 def name_of(compute: Any) -> str:
     """Return a name of what computes results, the same for each call of an operator."""
-    function = getattr(compute, "func", compute)  # of ``functools.partial``
+    # A ``functools.partial`` keeps its function in ``func``.
+    function = getattr(compute, "func", compute)
     return f"{function.__module__}.{function.__qualname__}"
 
 

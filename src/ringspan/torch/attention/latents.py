@@ -43,7 +43,7 @@ from ringspan.torch.attention.spec import AttentionSpec
 
 
 class Expansion:
-    """The matrix (H, n + v, R) that makes heads' keys and values of latents."""
+    """The matrix (H, n + v, R) that expands latents into the keys and values of heads."""
 
     def __init__(self, q: Tensor, rotary: Tensor, weight: Tensor) -> None:
         self.weight, self._nope = weight, q.shape[-1] - rotary.shape[-1]
@@ -78,7 +78,7 @@ class Expansion:
         dvalues: Tensor,
         dweight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of latents (B, T, R) and of the rotary part; add that of some heads' weights."""
+        """Return the gradients of latents (B, 1, T, R) and rotary part; add the gradient of some heads' weights."""
         gradient = (
             torch.cat((dkeys[..., : self._nope], dvalues), -1)
             .transpose(1, 2)
@@ -134,6 +134,7 @@ def _forward(
     sinks: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor]:
+    """Compute the operator's out (B, H, T, v) and lse (B, H, T), in one pass that a handler may keep."""
     check_differentiation("latent_attention", q, latents, rotary, weight, sinks)
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
 
@@ -153,6 +154,10 @@ def _backward(
     dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, out: Tensor,
     lse: Tensor, trains_weight: bool, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, latents, rotary part, weight and sinks, given out and lse of all keys.
+
+    The weight's and the sinks' are this rank's summands; both are empty tensors if they are not needed.
+    """
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
     with op.passing(
         "backward of latents", q, *expansion.like(q, latents), sinks, None, asked
@@ -169,7 +174,7 @@ def _backward(
 def forward(
     ring: Ring, q: Tensor, own: Block, expansion: Expansion, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the local rows of ``ringspan.torch.attention.ring.forward``, of one walk of the hops for all heads."""
+    """Return out and lse as ``ringspan.torch.attention.ring.forward``; one walk over the hops serves all heads."""
     k, v = expansion.like(q, own.k)
     out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -200,9 +205,9 @@ def backward(
     ring: Ring, queries: tuple[Tensor, Tensor, Tensor, Tensor], own: Block, expansion: Expansion, *,
     trains_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of q, of latents, of the rotary part, and of this rank's pairs by the weight, empty if frozen.
+    """Return gradients of q, latents, rotary part and weight (an empty tensor if it is frozen).
 
-    ``queries`` are dout, q, out and lse; the weight's gradient is to be summed over all ranks.
+    ``queries`` are dout, q, out and lse. The weight's gradient covers this rank's queries: sum it over all ranks.
     """
     dout, q, out, lse = queries
     dtype, weight = accumulation_dtype(q.dtype), expansion.weight
@@ -216,6 +221,10 @@ def backward(
     calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=True).calls
 
     def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
+        """Add the gradients of a block's latents and rotary part to ``total``, and of local queries to their sums.
+
+        One group of heads is expanded at a time, so that keys and values of all heads never exist together.
+        """
         if not calls[hop.index][1]:
             return
         latents = torch.cat(

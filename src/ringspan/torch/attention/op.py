@@ -1,4 +1,4 @@
-"""The public exact attention of a sequence split over a ring, as an operator: traceable, and kept by checkpointing."""
+"""Exact attention over a ring as an operator of torch: traceable, and its results can be kept by checkpointing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +121,7 @@ def ring_attention(
 
 
 def attend_to(request: Request) -> Tensor:
-    """Compute ``ring_attention`` of arguments in one value."""
+    """Compute ``ring_attention`` with the arguments of a request."""
     q, k, v, spec = checked(request)
     out, _ = _forward(q, k, v, request.sinks, request.slopes, str(spec))
     return out
@@ -136,7 +136,7 @@ def _forward(
     slopes: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor]:
-    # of who calls the operator itself
+    # Checked again for callers of the bare operator.
     check_differentiation("ring_attention", q, k, v, sinks)
     return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
 
@@ -186,7 +186,7 @@ def attend_forward(
     slopes: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the operator's result and log-sum-exp, whatever handler is around it: for parts of an attention."""
+    """Return the operator's out and lse without its handler, for callers that compute only a part of an attention."""
     with handling(lambda compute: compute()), torch.no_grad():
         return _forward(q, k, v, sinks, slopes, spec)
 
@@ -221,7 +221,7 @@ def register_gradient(
         ctx.options = inputs[num_tensors:]
         ctx.save_for_backward(*inputs[:num_tensors], *output)
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # no zeros for it
+        ctx.set_materialize_grads(False)  # no zeros for lse's gradient
 
     def differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
         check_differentiation(what, dout)
@@ -283,7 +283,7 @@ def passing(
             "slopes": slopes is not None,
             "sinks": sinks is not None,
             "kernel": spec.kernel,
-            # By which heads are grouped.
+            # Heads are grouped by the number of threads, so it must be the same on every rank.
             "threads": torch.get_num_threads()
             if rules_of(q.device).cuts_for_cores
             else 0,

@@ -33,7 +33,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def result_for(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate attention's result (B, H, T, E), tokens before heads: who joins a token's heads then copies nothing."""
+    """Allocate attention's result (B, H, T, E), stored as (B, T, H, E): joining a token's heads then copies nothing."""
     batch, heads, tokens, _ = q.shape
     return q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
 
@@ -51,7 +51,7 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 class Ring:
     """One rank's part in an attention, of spec ``spec``; ``positions`` are each rank's of queries and of keys.
 
-    ``gathered`` are the keys of a gathered pass as its kernel has them.
+    ``gathered`` are the keys of a gathered pass, as its kernel reads them.
     """
 
     schedule: Schedule
@@ -140,7 +140,7 @@ def post(
     receives: Sequence[tuple[int, PackedSpec]],
     message: int,
 ) -> list[Coming]:
-    """Start sending packed blocks and receiving others, but for empty ones."""
+    """Start sending packed blocks and receiving others, except empty ones."""
     transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None],
         [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
@@ -157,6 +157,7 @@ def run_forward(
     ring: Ring, calls: Calls, owner: int, heads: slice, queries: Tensor, keys: tuple[Tensor, Tensor],
     total: PartialBlock,
 ) -> None:  # fmt: skip
+    """Run a hop's launches for some heads, and merge their out and lse into ``total``."""
     kernel, launches = calls
     for launch, rows, columns, sums in launches:
         here, there = (
@@ -198,9 +199,9 @@ def run_backward(
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the local ``-sum(exp(sink - lse) sum(dout * out))``, of shape (H,)."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    # rows without keys: padding, whose dout may be anything
+    # Rows without keys are padding, and their dout may be anything.
     delta = delta.masked_fill_((out == 0).all(-1), 0)
-    # a row without keys whose sink is -inf has no share to give
+    # A row without keys or sink has lse -inf, and -inf minus -inf would be NaN.
     base = lse.masked_fill(lse == -torch.inf, 0)
     return (
         -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta)
@@ -223,7 +224,7 @@ def store(total: Tensor, gradient: Tensor) -> None:
 def finish_keys(
     coming: list[Coming], local: GradientBlock, gradients: tuple[Tensor, Tensor]
 ) -> None:
-    """Add what other ranks made of this rank's keys, and fill dk and dv."""
+    """Add other ranks' gradients of this rank's keys to the local sum, and fill dk and dv."""
     collect(coming, local)
     total = local.finish()
     store(total.k, gradients[0])

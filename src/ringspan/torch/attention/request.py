@@ -42,6 +42,8 @@ _logged: Final[set[Choice]] = set()
 
 
 class Request(NamedTuple):
+    """Arguments of ``ring_attention``, as the caller gave them."""
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -59,12 +61,12 @@ class Request(NamedTuple):
     kernel: KernelName = "auto"
 
     def of_rows(self, rows: slice | Tensor) -> "Request":
-        """Return the same of some sequences of the batch."""
+        """Return the request for some sequences of the batch."""
         return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
 
 
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return the operator's tensors and spec; raise as ``ring_attention``."""
+    """Return the operator's tensors and spec; raise like ``ring_attention``."""
     for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
         check_plain(name, tensor)
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
@@ -85,9 +87,8 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
             k.shape[2],
             remedy="rs.shard or rs.shard_batch",
         )
-    except (
-        LayoutError
-    ) as error:  # of which another rank, with other tensors, may know nothing
+    except LayoutError as error:
+        # Another rank, with other tensors, may not see this error: tell it before raising.
         compare_refused(group, {"layout": str(error)})
         raise
     mask, route = find_mask(asked.mask), asked.route
@@ -161,8 +162,9 @@ def _choose(
     v: Tensor,
     comm_dtype: str,
 ) -> str:
+    """Return the quickest route for these sizes at the assumed speeds of the device, and log the reason once."""
     rules = rules_of(q.device)
-    # the whole ring if unknown
+    # Without torchrun's variable, assume that one node has the whole ring.
     per_node = min(layout.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks)))
     speeds = Speeds(*rules.assumed_speeds, per_node, on_cpu=rules.cuts_for_cores)
     shape = Shape(

@@ -113,7 +113,7 @@ def forward(
         moving, staying = own if passes_queries else reversed(own)
         result = out[:, heads], lse[:, heads].unsqueeze(-1)
         local = PartialBlock(Block.whole(*result))
-        returning: list[Coming] = []  # what other ranks made of this rank's queries
+        returning: list[Coming] = []  # other ranks' partials of this rank's queries
         calls = calls_of(ring.schedule, serving, mine, is_backward=False).calls
         for hop, block in hops_and_blocks(ring, number, moving):
             queries, keys = (block, staying) if passes_queries else (staying, block)
@@ -145,7 +145,8 @@ def forward(
                     + 1
                 )
                 coming = post(ring, sends, receives, message)
-                collect(returning, local)  # of the hop before: no more than two wait
+                # Merge the previous hop's partials, so that at most two blocks wait.
+                collect(returning, local)
                 returning += coming
                 del sends
             del block, queries, keys, total  # before the next block is waited for
@@ -193,7 +194,10 @@ def _backward_of_heads(
     ring: Ring, serving: tuple[str, ...], number: int, heads: slice, queries: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor, v: Tensor, gradients: tuple[Tensor, Tensor, Tensor], unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:  # fmt: skip
-    """Fill dq of some heads; return a call to finish dk and dv. The last heads' runs after the first hop."""
+    """Fill dq of some heads, and return a call that finishes dk and dv.
+
+    The call of the heads before, in ``unfinished``, runs after the first hop, while this rank's next blocks travel.
+    """
     q = queries[1]
     dq = RunningSum.to_be(gradients[0], accumulation_dtype(q.dtype))
     calls = calls_of(ring.schedule, serving, q, is_backward=True).calls
@@ -221,13 +225,15 @@ def send_gradients(
     ring: Ring, number: int, own: Block, gradients: tuple[Tensor, Tensor],
     compute: Callable[[Hop, Block, GradientBlock], None], unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:  # fmt: skip
-    """Have ``compute`` add to each block's gradients, bring these to their owners; return a call to fill its own."""
+    """Send each block's gradients to its owner once ``compute`` has added to them.
+
+    Return a call that waits for the gradients of this rank's own keys and fills dk and dv.
+    """
     hops, dtype = ring.schedule.hops, accumulation_dtype(own.k.dtype)
     local = GradientBlock.at_owner(*gradients, dtype)
     sent_dtype = ring.gradient_dtype(own.k.dtype)
-    behind: dict[
-        int, Coming
-    ] = {}  # by hop, the sum over the earlier ranks of its block
+    # The gradients of each hop's block, summed over the ranks before this one.
+    behind: dict[int, Coming] = {}
     returning: list[Coming] = []  # parts of this rank's own gradient
     for hop, block in hops_and_blocks(ring, number, own):
         total = local
@@ -257,7 +263,8 @@ def send_gradients(
             if hop.gradient_next:
                 behind[hop.gradient_next] = coming
             if hop.from_visitor.ranges:
-                collect(returning, local)  # of the hops before: no more than two wait
+                # Add those of earlier hops, so that at most two blocks wait.
+                collect(returning, local)
             returning.append(from_visitor)
         del total, sends
         if unfinished and hop.index == 0:

@@ -1,4 +1,4 @@
-"""Non-tensor arguments of an attention as text, which torch traces as a constant; so of lengths it has the padding."""
+"""Non-tensor arguments of an attention as text, which torch traces as a constant: it has padding, but no lengths."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -12,7 +12,7 @@ _NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_paddin
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Arguments that ``ring_attention`` explains and checks; ``parse`` reads ``str(spec)``, equal for equal specs."""
+    """Checked arguments of ``ring_attention``; ``parse`` reads ``str(spec)``, which is equal for equal specs."""
 
     scale: float
     softcap: float = 0.0
@@ -72,7 +72,7 @@ class AttentionSpec:
 
 def padding_of(layout: Layout) -> int:
     """Return the number of padding positions."""
-    # Asked this way, a compiled graph is for all lengths without padding, and not for one.
+    # A question about the remainder lets one compiled graph serve all lengths without padding.
     return (
         0
         if layout.length % layout.granularity == 0

@@ -25,7 +25,7 @@ def layer_attention(
     asked: Request, lengths: Tensor | None, layout: BatchLayoutName, group: dist.ProcessGroup, *, window: int | None,
     chunk: int | None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``ring_attention`` of sequences with ``lengths`` as ``rows_of`` takes them; None if one document."""
+    """Compute ``ring_attention`` of packed documents or trees; ``lengths`` as in ``rows_of``, None if one document."""
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
     spec = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if asked.scale is None else asked.scale,
@@ -55,7 +55,7 @@ def rows_of(lengths: Tensor) -> list[Segments]:
 
 
 def ends_of(lengths: Tensor) -> Tensor:
-    """Return the tokens (B, 1) of each sequence's documents or tree."""
+    """Return the number of tokens (B, 1) in each sequence's documents or tree."""
     return (lengths if lengths.ndim == 2 else lengths[..., 0]).sum(1, keepdim=True)
 
 
@@ -69,7 +69,10 @@ def mask_of(
     length: int, lengths: Segments | None, window: int | None, chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
 ) -> Mask:  # fmt: skip
-    """Return the mask of documents or a tree, in a ``window`` or a ``chunk``, or both ways in ``blocks``."""
+    """Return the causal mask of documents or a tree, limited to a ``window`` or ``chunk``.
+
+    Tokens in each of the ``blocks`` [start, stop) also see the later tokens of their block.
+    """
     if blocks:
         assert chunk is None, "no model has both"
         before = mask_of(length, lengths, window, chunk)
@@ -92,6 +95,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
     chunk: int | None, spec: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute a layer's out and lse: one call for the batch if all sequences have one mask, else one for each."""
     parts = [
         (rows, _RING(q[rows], k[rows], v[rows], sinks, None, text))
         for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
@@ -106,6 +110,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, out: Tensor,
     lse: Tensor, window: int | None, chunk: int | None, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of q, k, v and sinks, by the same calls as in forward; the sinks' are sums over sequences."""
     parts = [
         (
             rows,
@@ -134,6 +139,10 @@ def _attentions(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
     chunk: int | None, spec: str,
 ) -> Iterator[tuple[slice, str]]:  # fmt: skip
+    """Yield the parts of the batch that have one mask and layout, each with the operator's spec as text.
+
+    That is the whole batch if all its sequences have the same documents or tree, else one sequence at a time.
+    """
     asked = AttentionSpec.parse(spec)
     group = op.group_of(asked.group)
     length = q.shape[2] * (1 if group is None else dist.get_world_size(group))

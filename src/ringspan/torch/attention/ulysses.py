@@ -80,7 +80,7 @@ class Ulysses:
             *queries, self._keys(k), self._keys(v)
         )
         is_shared = len({share.keys.start for share in self.shares}) < len(self.shares)
-        # several members' parts are still to be summed
+        # Gradients of a head that several members share are summed before they are rounded.
         kv_dtype = accumulation_dtype(k.dtype) if is_shared else None
         gradients = rings.backward(
             ring, dout_, q_, k_, v_, out_, lse_.squeeze(-1), kv_dtype=kv_dtype
@@ -206,7 +206,7 @@ def _spec(pieces: _Pieces) -> TensorSpec:
 
 
 def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors in a buffer, aligned as the widest come first."""
+    """Return the tensors in a buffer; the widest dtypes come first, so that all are aligned."""
     found: dict[int, Tensor] = {}
     start = 0
     for number in sorted(

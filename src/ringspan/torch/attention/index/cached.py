@@ -46,7 +46,7 @@ def attend_to_cache(
 
 
 def _fetches(turn: Turn) -> bool:
-    # One rank alone splits nothing, but has as many queries, whose scores are not to exist at once.
+    # A single rank splits nothing, but many queries need the chunks of the other path to bound their scores.
     return turn.is_split or (
         turn.new.ranks == 1 and len(turn.kept) >= SPLIT_FROM_TOKENS
     )
@@ -56,6 +56,7 @@ def _fetching(
     turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
     scale: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute ``attend_to_cache`` for split queries: each row of the batch fetches all keys that local queries see."""
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     each = len(q) // len(reach.masks)  # some sequences, or the key heads of one
     for number, row in enumerate(_rows(turn, reach, q.device)):
@@ -84,6 +85,11 @@ def _merging(
     turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
     scale: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute ``attend_to_cache`` for queries that every rank has.
+
+    The ranks agree on the best keys of all shares. Each attends to the chosen keys of its own share, and the partials
+    are merged.
+    """
     with one_at_a_time(turn.group):
         if index is not None:
             chosen = best_of_shares(
@@ -103,9 +109,9 @@ def attend_to_both(
     columns: Sequence[Tensor],
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend to keys near queries (B, H, n, D), and to each row's columns (b, n, k) of entries (b, m, D), here.
+    """Attend to keys near queries (B, H, n, D), and to each row's columns (b, n, k) of entries (b, m, D).
 
-    Entries are of this rank only if it computes all queries, else of all ranks.
+    Entries are this rank's share if each rank computes all queries, and all entries if queries are split.
     """
     q, scale = near.q, near.scale
     assert scale is not None, "a module with an index gives its own"
@@ -133,7 +139,10 @@ def attend_to_both(
 def best_of_shares(
     index: IndexInputs, positions: Tensor, sees: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Return the positions (B, n, topk) that queries choose of all ranks' keys, -1 for none; these are one rank's."""
+    """Return the positions (B, n, topk) that queries choose from all ranks' keys; -1 for none.
+
+    ``index``, ``positions`` and ``sees`` describe this rank's share of the keys.
+    """
     mine = candidates(index, positions, sees)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

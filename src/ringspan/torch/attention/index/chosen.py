@@ -46,7 +46,7 @@ class IndexInputs(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """All keys [first, stop) (T,) of each query, in place of columns."""
+    """Every key in [first, stop) (T,) of each query, instead of listed columns."""
 
     first: Tensor
     stop: Tensor
@@ -87,6 +87,10 @@ def all_seen(first: Tensor, stop: Tensor, topk: int) -> Tensor:
 def _best(
     index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
 ) -> Tensor:
+    """Return the columns (c, topk) that a chunk of one sequence's queries chooses of its keys [first, stop) (c,).
+
+    Scores cover only the columns that some query of the chunk sees.
+    """
     begin, end = int(first[stop > first].min()), int(stop.max())
     columns = torch.arange(begin, end, device=first.device)
     scores = _scores(
@@ -146,12 +150,12 @@ def first_of(order: Tensor, topk: int) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """Blocks of keys, which score as the best product of theirs."""
+    """Blocks of keys: a block's score is the largest product of the query with one of its keys."""
 
     size: int
     topk: int
     always: int
-    """Blocks down from the query's own that win."""
+    """Number of blocks that are always chosen, counted back from the query's own."""
 
     def best(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Return the numbers of keys (..., T, H, topk size), -1 for none, by blocks' scores (..., T, H, n).
@@ -176,7 +180,7 @@ def choose_blocks(
 ) -> Tensor:
     """Return the columns (B, H, T, topk size), int32, of the keys of k (B, n, D) that heads of q (B, T, H, D) choose.
 
-    Blocks begin with each query's [first, stop). -1 for none.
+    Blocks are counted from the first of a query's keys [first, stop); -1 for no key.
     """
     size = blocks.size
     chosen = torch.full(
@@ -186,7 +190,8 @@ def choose_blocks(
         begin, end = int(first[rows.start]), int(stop[rows].max())
         seen = (stop[rows] - begin).long()[:, None, None]
         for row in range(len(q) if end > begin else 0):
-            with without_autocast(q):  # of whose products many are equal
+            # Rounded products would often be equal, and the choice among them arbitrary.
+            with without_autocast(q):
                 scores = torch.einsum(
                     "thd,nd->thn", q[row, rows].float(), k[row, begin:end].float()
                 )
@@ -202,7 +207,7 @@ def choose_blocks(
 
 
 def _alike(first: Tensor, each: int) -> Iterator[slice]:
-    """Yield chunks of queries that see keys from the same one on."""
+    """Yield chunks of consecutive queries that have the same first key."""
     at = 0
     for count in torch.unique_consecutive(first, return_counts=True)[1].tolist():
         for rows in _chunks(count, each, SCORES_AT_ONCE, 128):
@@ -289,7 +294,7 @@ def scored(
         *columns.shape, -1
     )
     none = columns < 0
-    if bool(none.any()):  # zeros, for a product of a weight of 0 and padding may be NaN
+    if bool(none.any()):  # zeros, since a weight of 0 times padding may be NaN
         chosen.masked_fill_(none[..., None], 0)
     scores = (q.transpose(0, 1) @ chosen[..., : q.shape[-1]].mT).to(dtype) * scale
     return scores.masked_fill_(none[:, None], -torch.inf), chosen

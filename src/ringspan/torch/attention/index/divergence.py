@@ -32,6 +32,8 @@ class Attention(NamedTuple):
 
 
 class _Chunk(NamedTuple):
+    """A chunk of queries, and the two distributions over their keys that are compared."""
+
     row: int
     rows: slice
     columns: Tensor
@@ -87,6 +89,10 @@ def divergence_backward(
 
 
 def _compared(index: IndexInputs, attention: Attention) -> Iterator[_Chunk]:
+    """Yield chunks of queries with both distributions: attention's p and the log-softmax of the index's scores.
+
+    Queries of padding have no keys, so that they add nothing to the sum.
+    """
     (q, keys, columns, scale, lse), real = attention, index.real
     assert real is not None, "it learns"
     for row, rows, all_ in in_chunks(columns, keys):

@@ -81,6 +81,11 @@ class _Indexed(torch.autograd.Function):
         values: slice,
         spec: Any,
     ) -> tuple[Tensor, ...]:
+        """Compute out, lse, packed positions of the chosen keys, and the divergence of an index that learns.
+
+        ``index_q``, ``index_k`` and ``weights`` are the inputs in ``index``, given separately since autograd tracks
+        only arguments. ``chosen`` are packed positions of an earlier choice.
+        """
         check_differentiation("indexed_attention", q, kv, sinks)
 
         def compute() -> tuple[Tensor, ...]:
@@ -103,6 +108,7 @@ class _Indexed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        """Return gradients of q, kv, sinks and the index's three inputs, given gradients of out and the divergence."""
         (dout, _, _, dloss), (values, spec, rest) = gradients, ctx.options
         q, kv, sinks, chosen, out, lse, *inputs = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
@@ -129,7 +135,7 @@ def forward(
     chosen: Any,
     values: slice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, what is chosen here (nothing if ``chosen`` is given), and the divergence of an index."""
+    """Return out, lse, the positions that the index chooses (B, T, 0 if ``chosen`` is given), and its divergence."""
     return attend_fetched(
         _row_of(ring, q),
         ring.exchange,
@@ -147,7 +153,7 @@ def attend_fetched(
     row: Row, exchange: Transport, q: Tensor, kv: Tensor, sinks: Tensor | None, index: IndexInputs | None, chosen: Any,
     values: slice, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ``forward`` of a row's queries here, and of all keys that they see."""
+    """Return ``forward`` for a row's local queries, over all keys that they see, fetched from their owners."""
     fetch, first, stop = visible(row)
     index_keys = None
     if index is not None and (index.real is not None or row.most > index.topk > 0):
@@ -201,7 +207,8 @@ def backward(
         dout, q, *attention[1:3], values, ring.spec.scale, out, lse
     )
     if index is None or index_keys is None:
-        del attention, keys  # of all that is seen here
+        # Free the fetched keys before gradients are sent.
+        del attention, keys
         return (
             dq,
             fetch.start_back(dkeys, q.shape[2], ring.exchange).finish().to(kv.dtype),

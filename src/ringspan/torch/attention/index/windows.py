@@ -40,6 +40,11 @@ Places = tuple[tuple[int, Tensor], ...]
 
 
 class Fetch(NamedTuple):
+    """Tokens that a rank fetches: their ``positions``, ascending.
+
+    ``held`` are the local tokens that each peer wants, ``fetched`` the columns that a peer's tokens arrive in.
+    """
+
     rank: int
     positions: Tensor
     held: Places
@@ -75,6 +80,8 @@ class Fetch(NamedTuple):
 
 
 class Moving(NamedTuple):
+    """A transfer of tokens, and the tensor that sums what arrives."""
+
     total: Tensor
     taken: list[tuple[Tensor, Callable[[], Tensor]]]
     """Places of what each rank sends, the last rank's first, and what waits for it."""
@@ -82,7 +89,7 @@ class Moving(NamedTuple):
 
     def finish(self) -> Tensor:
         self.transfer.wait()
-        while self.taken:  # what is added is not held any more
+        while self.taken:  # popped, so that a buffer is freed once it is added
             places, read = self.taken.pop()
             self.total.index_add_(1, places, read())
         return self.total
@@ -97,6 +104,11 @@ def _start(
     exchange: Transport,
     message: int,
 ) -> Moving:
+    """Send the tokens of x (B, T, C) at the places in ``sent``, and start to receive the ones in ``taken``.
+
+    The result (B, ``size``, C) is their sum by place: each place occurs once forward, and gradients of several readers
+    add up on the way back.
+    """
     sends: list[tuple[int, Tensor]] = []
     came: dict[int, Callable[[], Tensor]] = {}
     for peer, places in sent:
@@ -125,7 +137,7 @@ def at_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """Windows of ``size`` tokens in a row, on one rank."""
+    """Windows of ``size`` tokens of a ``Row``, on one rank."""
 
     size: int
     inputs: Fetch
@@ -139,7 +151,7 @@ class Windows(NamedTuple):
     most: int
     """Entries that a query here sees at most."""
     tails: Tensor
-    """Each query's tokens behind its last whole window, (T, size - 1), int32; -1 for none."""
+    """Each query's tokens after its last whole window, (T, size - 1), int32; -1 for none."""
 
     def tokens(self, chosen: Tensor) -> Tensor:
         """Return positions (B, T, k size + size - 1) of chosen entries' tokens, then of the tails, -1 for none."""
@@ -283,6 +295,11 @@ def _seen_in(mask: str, length: int) -> Callable[[Integers], Seen]:
 
 @lru_cache(maxsize=64)
 def windows_of(row: Row, size: int, reach: int) -> Windows:
+    """Return the windows that end on this rank: what their entries pool, and which entries its queries see.
+
+    A window ends at each token whose document has a multiple of ``size`` tokens up to it, and an entry pools the
+    ``reach`` tokens up to there.
+    """
     queries = row.queries()
     ends = [each[row.seen_at(each).counts % size == 0] for each in queries]
     mine, local = ends[row.rank], row.local
@@ -377,8 +394,8 @@ def fetched(
 ) -> Tensor:
     """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective.
 
-    If it ``is_wide``, in the dtype of sums: autograd rounds a gradient to the dtype of its tensor, here before the
-    gradients of all ranks are summed.
+    ``is_wide`` returns it in the accumulation dtype: autograd rounds a gradient to the dtype of its tensor, which would
+    happen before the gradients of all ranks are summed.
     """
     dtype = accumulation_dtype(x.dtype) if is_wide else x.dtype
     return _Fetched.apply(x, fetch, group, dtype)  # pyright: ignore[reportReturnType]
