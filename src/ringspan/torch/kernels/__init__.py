@@ -31,8 +31,8 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
 }
 # What "auto" prefers, for few rectangles and squares, and for anything else. On Hopper (benchmarks/results, gpu-*.json)
 # FlashAttention 4 is the fastest of all with any mask. cuDNN computes squares nearly twice as fast as FlashAttention 2,
-# but knows no other band, takes a call for each, and makes a plan for each new size, which takes longer than a hop and
-# stays for good. Of the others our own kernel is the fastest forward, and none is backward.
+# but it has no other band, needs a call for each square, and makes a plan for each new size, which takes longer than a
+# hop and is never freed. Our own kernel is faster than the remaining ones forward, but not backward.
 _FEW: Final = 4
 _MOST_PLANS: Final = 64  # more sizes than masks without documents have; documents bring new ones with every batch
 _FOR_SQUARES: Final = (
@@ -84,7 +84,7 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
     """Return the kernels for a pass: the requested one, or for ``auto`` all that can serve."""
     if kernel != "auto":
         return (kernel,)
-    # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
+    # On a CPU, Triton is only interpreted, and PyTorch's own kernel may be slower than plain PyTorch in 16 bits.
     is_slow_in_16_bits = not rules_of(q.device).multiplies_16_bits
     slow = {
         "triton": q.device.type != "cuda",
@@ -106,6 +106,11 @@ def choose(
     *,
     is_backward: bool = False,
 ) -> Returning | InPlace:
+    """Return the fastest of the named kernels for these tiles and queries.
+
+    A few rectangles and squares have another order of preference than other bands. cuDNN is left out if it would need a
+    plan too many, or if results must be deterministic.
+    """
     if len(names) == 1:
         return KERNELS[names[0]]
     left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()

@@ -14,10 +14,10 @@ from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 class Memory(NamedTuple):
     """A kernel's requirements on the layout of q, k, v, dout and out, each (B, H, T, D).
 
-    ``in_rows``: ``x.stride(3) == 1`` and ``x.stride(2) >= D``; else kernels that ignore the last stride, and products
-    of overlapping (expanded) rows, are wrong. ``alignment_bytes``: rows of a multiple of this also begin at one, for
-    vector loads; the kernel copies other rows to wider ones. ``may_repeat``: batch and heads may be expanded (stride
-    0).
+    ``in_rows``: ``x.stride(3) == 1`` and ``x.stride(2) >= D``. Without it, kernels that ignore the last stride, and
+    products of overlapping (expanded) rows, are wrong. ``alignment_bytes``: rows of a multiple of this size also begin
+    at a multiple of it, for vector loads; the kernel itself pads other rows. ``may_repeat``: batch and heads may be
+    expanded (stride 0).
     """
 
     in_rows: bool = True
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
 
 ANY: Final = Memory(in_rows=False)
-# what CUDA's own kernels load at once
+# Kernels on tensor cores load 16 bytes at once.
 FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)
 
 
@@ -116,12 +116,12 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention of the rows and keys of launches: the result of one, or added to an earlier result.
+    """Attention of the rows and keys of a launch, returned or merged into an earlier result.
 
     q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), cut to the launch; G divides H. ``lse`` is the natural
     log-sum-exp in float32; a row without keys has out 0 and lse -inf. ``scores`` maps q . k to scores, with the
-    launch's positions if they count. Backward takes the rows' GLOBAL out and lse and computes this launch's share of
-    dq, dk, dv.
+    launch's positions if ALiBi needs them. Backward takes the rows' GLOBAL out and lse and computes this launch's share
+    of dq, dk, dv.
 
     ``memory``: required layout of q, k, v, dout and out (``laid_out``). Running sums of an in-place kernel lie in rows,
     with any strides of batch, heads and tokens; lse, slopes and positions may have any strides.
@@ -188,7 +188,7 @@ def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
 
 
 def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Pad all heads with zeros to the largest size, rounded up to a multiple: scores do not change."""
+    """Pad all heads with zeros to the largest size, rounded up to a multiple; this does not change scores."""
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
     return tuple(x if x.shape[-1] == size else _filled_up(x, size) for x in tensors)
 
@@ -202,7 +202,7 @@ def _filled_up(x: Tensor, size: int) -> Tensor:
 
 
 class Triangles:
-    """A kernel of FULL and causal tiles: anticausal ones are mirrored, heads padded to one size."""
+    """A kernel for full and causal tiles; anticausal tiles are mirrored, and heads padded to one size."""
 
     adds_in_place: Literal[False] = False
     head_multiple = 1
@@ -218,10 +218,11 @@ class Triangles:
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
-    # copies of the tensors, in return for kernels that know one triangle only
+    # Mirroring copies the tensors, but lets these kernels, which have only one triangle, compute the other.
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor]:
+        """Return out (B, H, rows, E) and lse (B, H, rows) of a launch; flip rows and keys if its tile is anticausal."""
         if launch.tile.is_anticausal:
             out, lse = self.forward(
                 q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores
@@ -236,6 +237,7 @@ class Triangles:
     def backward(
         self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the launch's share of dq, dk and dv; flip rows and keys if its tile is anticausal."""
         if launch.tile.is_anticausal:
             flipped = BackwardInputs(*(x.flip(2) for x in given))
             dq, dk, dv = self.backward(flipped, _mirrored(launch), scores)

@@ -32,7 +32,7 @@ class DeviceRules:
         LARGE_CHUNKS  # sizes for plain PyTorch; None keeps a tile in a core's cache
     )
     short_rows: tuple[float, float] | None = None
-    """Plain PyTorch beats the CPU kernel in float32 with at least so many keys over all heads, at most so many each."""
+    """Least keys over all heads, and most keys per row, for which plain PyTorch beats the CPU kernel in float32."""
     multiplies_16_bits: bool = (
         True  # True if the CPU kernel beats plain PyTorch in 16 bits
     )
@@ -46,7 +46,7 @@ class DeviceRules:
     has_package: Callable[[str], bool] = support.is_installed
 
 
-_ruled: Final[dict[str, DeviceRules]] = {}  # by the type of a device
+_ruled: Final[dict[str, DeviceRules]] = {}  # keys are types of devices
 
 
 def rules_of(device: torch.device) -> DeviceRules:
@@ -55,7 +55,7 @@ def rules_of(device: torch.device) -> DeviceRules:
 
 @contextmanager
 def ruled_by(**rules: DeviceRules) -> Iterator[None]:
-    """Apply these rules to device types (``cpu=...``, ``cuda=...``), process-wide, as autograd has own threads."""
+    """Apply these rules to device types (``cpu=...``, ``cuda=...``) in all threads, since autograd uses its own."""
     before = dict(_ruled)
     _ruled.update(rules)
     try:
@@ -73,7 +73,7 @@ def _own_rules(device: torch.device) -> DeviceRules:
             chunk_size=None,
             short_rows=(384, SHORT),
             multiplies_16_bits=multiplies_16_bits(),
-            assumed_speeds=(1e11, 2e9, 1e9),  # of a core
+            assumed_speeds=(1e11, 2e9, 1e9),  # per core
         )
     if device.type == "cuda":
         return DeviceRules(

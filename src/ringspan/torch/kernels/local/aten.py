@@ -54,6 +54,7 @@ class Cudnn(Triangles):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor]:
+        """Return out and lse of a launch; a single row or key, which has no backward here, goes to ``Eager``."""
         if min(launch.num_rows, launch.num_keys) >= _FEWEST:
             return super().forward(q, k, v, launch, scores)
         out = torch.zeros(
@@ -86,7 +87,7 @@ class Cudnn(Triangles):
         self, given: BackwardInputs, *, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         *heads, lse = given
-        # The seed and offset of a random generator, which are read only where there is dropout.
+        # The seed and offset of a random generator, which are read only for dropout.
         no_dropout = [
             torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2)
         ]
@@ -109,7 +110,7 @@ _ops = torch.ops.aten
 
 
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
-    """Return whether plain PyTorch is faster: in float32 with few keys a row, of which the kernel takes 64 at once."""
+    """Return whether plain PyTorch is faster: in float32 with few keys a row, since the kernel computes 64 at once."""
     short = rules_of(q.device).short_rows
     return (
         short is not None

@@ -26,7 +26,7 @@ from ringspan.torch.kernels.partials.merge import merge_into
 
 _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN
-_FAINTEST: Final = -100.0  # of weights, as a power of two: 1e-30
+_FAINTEST: Final = -100.0  # the smallest weight as a power of two: 1e-30
 _UNIT: Final = 16  # rows and keys: CPUs multiply matrices of odd widths a fifth slower
 
 
@@ -53,6 +53,7 @@ class Eager:
         out: Tensor,
         lse: Tensor,
     ) -> None:
+        """Merge the launch's attention into the running out (B, H, rows, E) and lse (B, H, rows), a chunk at a time."""
         size = _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
             keys, head_scores = (
@@ -83,6 +84,7 @@ class Eager:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
+        """Add the launch's share to the running dq, dk and dv, with probabilities recomputed from the global lse."""
         dout, q, k, v, out, lse = given
         dtype, size = lse.dtype, _chunk_size(q, launch.tile)
         for one, heads, kv_heads in self.heads(q, k, launch.tile, size):
@@ -110,8 +112,12 @@ class Eager:
     def heads(
         self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize
     ) -> Iterator[tuple[int, slice, slice]]:
+        """Yield a sequence's number, query heads and key/value heads to compute at once.
+
+        Query heads that share keys are rows of one product. A group has key/value heads up to the number
+        that keeps the scores of a chunk in a core's cache.
+        """
         batch, kv_heads = k.shape[:2]
-        # Heads that share keys are rows of one product; as many such groups as leave their scores in the cache.
         shared = q.shape[1] // kv_heads
         scores = shared * min(tile.num_rows, size.rows) * min(tile.num_keys, size.keys)
         groups = _equal(0, kv_heads, max(1, size.scores // scores))
@@ -123,7 +129,7 @@ class Eager:
         self, tile: Tile, size: ChunkSize
     ) -> Iterator[tuple[slice, list[slice]]]:
         for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
-            # Keys that the band keeps from all of these rows are never read.
+            # Keys outside of the band for all of these rows are never read.
             first, last = (
                 max(0, rows.start - tile.hi),
                 min(tile.num_keys, rows.stop - tile.lo),
@@ -156,7 +162,7 @@ def _partial(
             q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False
         )
         values = v[:, keys].to(q.dtype)
-        # Softmax over chunk after chunk of keys, in powers of two: what came before is scaled to the new maximum.
+        # Online softmax over chunks of keys, in powers of two: earlier sums are scaled to the new maximum.
         highest = s.amax(-1, keepdim=True).clamp_(min=_LOWEST)
         if keys is chunks[0]:
             p = _weights(s, highest, tile, rows, keys, scores)
@@ -176,6 +182,12 @@ def _gradient(
     mine: Queries, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, tile: Tile, rows: slice, chunks: list[slice],
     scores: Scores,
 ) -> Tensor:  # fmt: skip
+    """Return dq (g, P n, D) of a chunk of queries, and add to dk and dv (g, m, D or E) in place, in chunks of keys.
+
+        p = exp(s - lse),   dv = p^T dout,   ds = p (dout v^T - delta),   dq = scale ds k,   dk = scale ds^T q
+
+    ``ds`` has the derivative of the softcap as a further factor.
+    """
     dq = torch.zeros_like(mine.q)
     for keys in chunks:
         k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))
@@ -187,7 +199,7 @@ def _gradient(
         if slope is not None:
             ds *= slope
         dq.baddbmm_(ds, k_keys, alpha=scores.scale)
-        # times _factor: the scale
+        # The queries have _factor: its product with alpha is the scale.
         dk[:, keys].baddbmm_(ds.mT, mine.q, alpha=scores.softcap or 1 / _LOG2E)
         del s, p, ds, slope, k_keys, v_keys  # before the next ones are made
     return dq
@@ -204,7 +216,7 @@ def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
 
 def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
     """Split [first, last) into the fewest equal parts of at most ``most``, if possible in ``unit``."""
-    # All but the last end at a multiple of the unit, counted from the first.
+    # All parts but the last end at a multiple of the unit, counted from ``first``.
     size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
     edges = [
@@ -271,12 +283,12 @@ def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
     """Add -inf to scores outside the band, in the columns that it cuts."""
     # Row i and column j of the chunk differ by i - j + corner in the tile. Only columns that the band cuts are touched.
     s, corner = _of_heads(s, rows), rows.start - keys.start
-    # the first column that is too late for some row
+    # ``late`` is the first column that is too late for some row.
     late = max(0, corner - tile.lo + 1)
     if late < s.shape[-1]:
         cut = s[..., late:]
         cut += s.new_full(cut.shape[-2:], -torch.inf).triu_(corner - tile.lo + 1 - late)
-    # behind the last that is too early for some row
+    # Columns before ``early`` are too early for some row.
     early = min(s.shape[-1], corner + s.shape[-2] - 1 - tile.hi)
     if early > 0:
         cut = s[..., :early]

@@ -33,6 +33,8 @@ _HEAD_MULTIPLE: Final = 8
 
 
 class Cuts(NamedTuple):
+    """Ends of the sequences packed in q and k, from 0 (int32, one more than sequences), and the longest of each."""
+
     queries: Tensor
     keys: Tensor
     most_queries: int
@@ -40,7 +42,7 @@ class Cuts(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Options of a call: sequences packed in the tensors (None: one), and the band and scores of each."""
+    """Options of a call: the sequences packed in the tensors (None if it is one), their common band, and the scores."""
 
     cuts: Cuts | None
     window: Window
@@ -103,6 +105,10 @@ class Flash:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor]:
+        """Return out (B, H, rows, E) and lse (B, H, rows) of a launch, whose tiles have one window.
+
+        Several tiles are packed sequences of one varlen call over the batch.
+        """
         value_size = v.shape[-1]
         q, k, v = (
             x.transpose(1, 2) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE)
@@ -120,13 +126,14 @@ class Flash:
             .unflatten(1, (len(q), -1))
             .transpose(0, 1)
         )
-        # A row without a key: these kernels say that it has seen infinitely much.
+        # For a row without keys these kernels return +inf.
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return out.unflatten(0, q.shape[:2])[..., :value_size].transpose(1, 2), lse
 
     def backward(
         self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the launch's share of dq, dk and dv, given the global out and lse; several tiles are one call."""
         dout, q, k, v, out, lse = given
         size, value_size = q.shape[-1], v.shape[-1]
         tensors = [
@@ -200,7 +207,7 @@ class TorchFlash:
         self, given: BackwardInputs, asked: Asked
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
-        # The state of a random generator, which is read only where there is dropout.
+        # The state of a random generator, which is read only for dropout.
         no_dropout = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
@@ -245,6 +252,7 @@ class Flash2:
     def backward(
         self, given: BackwardInputs, asked: Asked
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv by the package's private functions, whose public ones are bound to its own autograd."""
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.flash_attn_interface")
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -273,6 +281,7 @@ class Flash3:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, asked: Asked
     ) -> tuple[Tensor, Tensor]:
+        """Return out and lse by the registered operator; its unused arguments are given as nothing, in their order."""
         import_module("flash_attn_interface")
         queries, keys, most_queries, most_keys = asked.cuts or (None, None, None, None)
         window, scores = asked.window, asked.scores
@@ -317,6 +326,7 @@ class Flash3:
     def backward(
         self, given: BackwardInputs, asked: Asked
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv by the registered operator, which writes them into tensors that it is given."""
         dout, q, k, v, out, lse = given
         import_module("flash_attn_interface")
         queries, keys, most_queries, most_keys = asked.cuts or (None, None, None, None)

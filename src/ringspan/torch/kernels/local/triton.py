@@ -19,6 +19,7 @@ class TritonAttention:
     adds_in_place: Literal[True] = True
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        """Return why the device, Triton, the dtype or the size of heads rules this kernel out; None if it can run."""
         is_interpreted = q.device.type == "cpu" and support.interprets_triton()
         if q.device.type != "cuda" and not is_interpreted:
             return f"it needs CUDA tensors, these are on {q.device.type}"

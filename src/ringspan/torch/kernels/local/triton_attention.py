@@ -16,7 +16,7 @@ from ringspan.torch.kernels.contract import BackwardInputs, Scores
 
 
 def _tuned(program: object, blocks: Blocks, sums: list[str]) -> Any:
-    """Return the program with its best blocks, tuned once per kind; if results must repeat, with the last blocks."""
+    """Return the program with its best block sizes, tuned once per kind; for deterministic results, with fixed ones."""
     if interprets_triton():
         return tuning.interpreted(program)
 
@@ -173,7 +173,7 @@ def _positions(q: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
 def _numbers(
     q: Tensor, k: Tensor, v: Tensor, rows: int, scores: Scores, *num_keys: int
 ) -> tuple[Any, ...]:
-    # Small problems are tuned by themselves, and others where results must repeat.
+    # Small problems are tuned separately, and so are runs that must be deterministic.
     heads, bucket = (
         q.shape[1],
         int(max(rows, k.shape[2]) >= 1024)

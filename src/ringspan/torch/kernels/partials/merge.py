@@ -10,7 +10,7 @@ from ringspan.torch.kernels.device import runs_triton
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     """Merge in place: (out, lse) <- (out, lse) + (new_out, new_lse), shapes (B, H, rows, E) and (B, H, rows)."""
-    # two rows that saw nothing: -inf less -inf
+    # If neither partial has seen a key, -inf minus -inf is NaN.
     weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
@@ -72,12 +72,14 @@ def _merge_many(
     partials: Sequence[tuple[Tensor, ...]],
     sinks: Tensor | None,
 ) -> None:
+    """Write the merge in plain PyTorch: weights ``exp(lse_i - lse)``, stacked with the sinks', whose value is 0."""
     logits = [each for _, each in partials]
     if sinks is not None:
         logits.append(sinks.to(lse.dtype)[:, None].expand_as(lse))
     shares = torch.stack(logits)
     total = torch.logsumexp(shares, 0)
-    shares.sub_(total).exp_().nan_to_num_(0.0)  # rows that saw nothing: -inf less -inf
+    # For rows without keys, -inf minus -inf is NaN.
+    shares.sub_(total).exp_().nan_to_num_(0.0)
     (first, _), *others = partials
     mixed = first.to(lse.dtype, copy=True).mul_(shares[0].unsqueeze(-1))
     for (other, _), share in zip(others, shares[1:], strict=False):

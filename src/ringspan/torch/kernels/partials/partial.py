@@ -28,7 +28,7 @@ class WrittenRows:
 
     def fill(self) -> Ranges:
         """Return all unwritten ranges, for neutral numbers, and mark them written."""
-        # without a search, which takes longer than to start a kernel
+        # All or none: no search, which takes longer than starting a kernel.
         missing, self._missing = self._missing, 0
         if missing in (
             0,
@@ -55,11 +55,11 @@ class Partial:
         return Partial(out, lse) if out.dtype == lse.dtype else Deferred(out, lse)
 
     def merge(self, rows: slice, *partials: tuple[Tensor, ...]) -> None:
-        """Merge partials of rows; out 0 and lse -inf where a row saw nothing."""
+        """Merge partials of some rows; a row without keys has out 0 and lse -inf."""
         mine = self._out[:, :, rows], self._lse[:, :, rows]
         missing = self._rows.touch(rows)
-        # Rows that nothing has been written to take the partial as it is; where only some have been, the others become
-        # the partial of no keys, which merges like any other.
+        # Rows that are all unwritten take the partial as it is. If only some are, these first become the partial of no
+        # keys, which merges like any other.
         if missing == rows.stop - rows.start:
             merge_many(*mine, partials)
             return
@@ -77,9 +77,9 @@ class Partial:
         return self._out[:, :, rows], self._lse[:, :, rows]
 
     def finish(self, sinks: Tensor | None = None) -> None:
-        """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
+        """Leave the result in ``out`` and ``lse``; a row without keys has out 0 and lse -inf.
 
-        Of ``sinks`` (H,) and the keys' lse: ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
+        With ``sinks`` (H,): ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
         """
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
@@ -91,7 +91,7 @@ class Partial:
 
 
 class Deferred:
-    """16-bit result, written once from float32 sums of waiting partials; if too many wait, they add up first."""
+    """A 16-bit result, written once from all waiting partials; if too many wait, they are merged into float32 early."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._result, self._lse = out, lse
@@ -123,7 +123,7 @@ class Deferred:
             )
         self._waiting.clear()
 
-    # tokens before heads, as the flash kernels store what they return
+    # Stored as (B, T, H, E), like the results of the flash kernels.
     def _fold(self) -> Partial:
         if self._sums is None:
             like = self._result.transpose(1, 2)

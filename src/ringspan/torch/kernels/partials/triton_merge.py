@@ -1,5 +1,5 @@
 """Merge of partials (``core.reference.merge``), or a sum, as one Triton pass over all of them. Requires Triton."""
-# Triton compiles this function; as Python it would not type.
+# Triton compiles ``_merge``, which would not type as Python.
 # pyright: reportCallIssue=false
 
 from collections.abc import Sequence
@@ -17,12 +17,16 @@ MAX_PARTIALS = 8
 
 
 @triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
-def _merge(  # the sum of ``outs`` where there is no lse
+def _merge(
     out, lse, outs, lses, places, sinks,
     rows, size, heads,
     out_b, out_h, out_t, lse_b, lse_h, lse_t,
     ROWS: tl.constexpr, SIZE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
+    """Merge PARTIALS partials into out and lse for a block of ROWS rows of one head; without lse, sum ``outs``.
+
+    ``places`` has 8 numbers a partial: offset and strides (b, h, t) of its out, then of its lse.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch, head = (
         (tl.program_id(1) // heads).to(tl.int64),
@@ -113,6 +117,11 @@ def _run(
     lses: Sequence[Tensor] = (),
     sinks: Tensor | None = None,
 ) -> None:
+    """Launch ``_merge`` on at most MAX_PARTIALS partials, or as a sum without ``lse``.
+
+    Tensors are passed as views of their whole storage and read at the offsets in ``places``, since an argument's
+    alignment would otherwise compile another program.
+    """
     outs = [one if one.stride(-1) == 1 else one.contiguous() for one in outs]
     pairs = zip(outs, lses or outs, strict=True)
     places = tuple(
@@ -145,5 +154,5 @@ def _run(
 
 @lru_cache(maxsize=256)
 def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where partials lie: as arguments, that would make a program for each batch."""
+    """Return the places of partials as a tensor: as plain arguments, each batch size would compile a program."""
     return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)

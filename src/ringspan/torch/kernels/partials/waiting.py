@@ -1,4 +1,4 @@
-"""Values that wait for others of the same rows, so that what they make together is written once."""
+"""Values that wait for others of the same rows, so that their sum or merge is written once."""
 
 from collections.abc import Iterator
 
@@ -17,14 +17,14 @@ class Waiting:
         self._count = 0  # rows that wait
 
     def add(self, rows: slice, *values: Tensor) -> bool:
-        """Have the values of some rows wait; return True if too many do."""
+        """Let the values of some rows wait; return True if too many wait now."""
         self._ends.append((rows.start, rows.stop))
         self._values.append(values)
         self._count += rows.stop - rows.start
         return is_full(self._count, self.everything.stop)
 
     def of(self, rows: slice) -> Iterator[tuple[slice, list[tuple[Tensor, ...]]]]:
-        """Yield all parts of some rows, and the values of each."""
+        """Yield parts of some rows, each with the values that cover it."""
         for start, stop, numbers in segments(tuple(self._ends), self.everything.stop):
             first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:
