@@ -28,17 +28,15 @@ from ringspan.torch.weights.writing import (
 from ringspan.train.config.model_table import AdapterConfig
 
 BASE_PREFIX: Final = (
-    "base_model.model."  # of the names of a model's weights inside of PEFT's
+    "base_model.model."  # PEFT puts this before the names of a model's weights
 )
-_INNER: Final = (
-    ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
-)
+_INNER: Final = ".base_layer."  # PEFT's layers put this between the name of a layer and of its weight
 
 
 def add_adapter(
     model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0
 ) -> Any:
-    """Add a run's adapter, which alone trains, in float32, to the model of ``path``; none without a rank."""
+    """Add a run's adapter to the model of ``path``; only it trains, in float32. Without a rank, return the model."""
     if settings.rank is None:
         return model
     from peft import LoraConfig, TaskType, get_peft_model
@@ -56,15 +54,15 @@ def add_adapter(
     torch.manual_seed(seed)
     where = f"adapter.target_modules = {targets}"
     with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
-        # so that the adapter finds it from anywhere
         peft: Any = get_peft_model(model, lora)
+    # An absolute path lets the adapter find its base model from any folder.
     if path is not None and Path(path).is_dir():
         peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     return peft
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
-    # The method of PEFT itself: the ring's gathers the weights, which rank 0 has here already.
+    # PEFT's own method: the model's override would gather weights that rank 0 already has.
     from peft import PeftModel
 
     PeftModel.save_pretrained(model, str(folder), state_dict=weights)
@@ -76,7 +74,7 @@ def plan_merged(
 ) -> WeightsPlan:
     """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn.
 
-    Layers of the adapter that share a weight no longer do once merged, and ``config`` says so from then on.
+    Layers that share a weight no longer do once their adapters are merged, which this notes in ``config``.
     """
     from peft import get_peft_model
 
@@ -84,7 +82,7 @@ def plan_merged(
     base: Any = base_of(model)
     with torch.device("meta"), asking_as_before():
         auto = auto_class(config, sees=True)
-        # names of layers that the adapter wraps differ
+        # Tied layers that the adapter wraps have other names in ``base``, and are no longer tied once merged.
         plain: Any = auto.from_config(config)
         if tied_names(plain) != tied_names(base):
             note_untied(config)
@@ -100,7 +98,7 @@ def plan_merged(
         for name in every_name[saved_name]:
             plain_name = name.replace(_INNER, ".")
             if plain_name not in names:
-                continue  # the adapter's own, and further names of a weight that stays shared
+                continue  # the adapter's matrices, and other names of a weight that stays shared
             whole = tensor
             if _INNER in name and name.endswith(".weight"):
                 path = name.removesuffix(f"{_INNER}weight")
@@ -127,7 +125,7 @@ def _layer(alone: nn.Module, path: str, matrices: dict[str, Any]) -> nn.Module:
 
 
 class _Merged:
-    """A weight plus its PEFT matrices; read front to back, and held whole meanwhile."""
+    """A weight plus its PEFT matrices, read front to back and held whole until the last part is read."""
 
     def __init__(
         self, name: str, weight: Deferred, layer: nn.Module | None, place: int
@@ -142,7 +140,7 @@ class _Merged:
         self._whole: Tensor | None = None
 
     def read(self, region: Region) -> Tensor:
-        """Read a part on the writing rank, its shape on others; all read the same parts."""
+        """Read a part on the writing rank, and an empty one of its shape on others; all ranks read the same parts."""
         if self._whole is None:
             self._whole = self._merge(
                 part(self._weight, tuple(slice(0, size) for size in self.shape))

@@ -103,7 +103,7 @@ def prove(
         for name, p in model.named_parameters()
         if p.grad is not None
     }
-    # The other ranks are done: rank 0 takes the whole machine for what one process computes.
+    # The other ranks are done, so rank 0 may use the whole machine to compute as one process.
     if dist.get_rank() != 0:
         return {}
     torch.set_num_threads(os.cpu_count() or 1)
@@ -139,7 +139,7 @@ def prove(
 def _differentiated(
     model: PreTrainedModel, batch: dict[str, torch.Tensor], say: Say
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    # One process may not hold all activations of so long a text either.
+    # One process may not be able to hold all activations of a text this long.
     checkpoint_layers(view_of(model), "full")
     with told(model, say):
         loss: torch.Tensor = model(**batch).loss
@@ -173,7 +173,7 @@ def told(
             )
             say(f"  {way} of {n}, {passed:.0f} s")
 
-    # Of a part of each layer: a checkpointed layer runs its parts again, not its own hooks.
+    # A checkpointed layer recomputes its parts, without its own hooks, so the hook is on a part.
     handles = [
         next(iter(layer.children())).register_forward_hook(tell)
         for layer in layers.values()

@@ -19,8 +19,8 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.train.config.tables import GuardConfig
 from ringspan.train.signals import StopRequest
 
-_MIN_STEPS: Final = 20  # a z-score of fewer says nothing
-# Natural logarithms. Without a floor, a loss that hardly moves would turn any ripple into a large z-score.
+_MIN_STEPS: Final = 20  # fewer steps give no meaningful z-score
+# Floors in natural logarithms. Without one, any ripple of a loss that hardly moves would be a large z-score.
 _MIN_DEVIATION: Final = {"loss": 0.02, "gradient norm": 0.1}
 
 
@@ -61,8 +61,8 @@ class Guard:
             if finite and self._config.spike != "off"
             else None
         )
-        # One reduction for all that ranks have to agree on. The maximum of a number and of its negative say whether all
-        # have the same.
+        # One reduction for everything that ranks have to agree on. The maxima of a number and of its negative tell
+        # whether all ranks have the same number.
         flags = [
             not finite,
             self._stop.signal_name is not None,
@@ -89,7 +89,7 @@ class Guard:
                 **verdict,
             )
         self._skipped_in_a_row = 0
-        # Only ordinary steps count as the past: a spike among them would make the next one look ordinary.
+        # Only ordinary steps are kept for comparison: a spike among them would make the next one look ordinary.
         if not any_spike:
             self._spikes.accept(loss, norm)
             return Verdict(apply=True, rewind=False, problem=None, **verdict)
@@ -98,7 +98,7 @@ class Guard:
         if action == "rewind" and self._rewinds == self._config.max_rewinds:
             action, spike = "report", f"{spike}; rewound {self._rewinds} times already"
         if action == "report":
-            self._spikes.accept(loss, norm)  # a new level is not a spike for ever
+            self._spikes.accept(loss, norm)  # a lasting new level stops being a spike
         self._rewinds += action == "rewind"
         return Verdict(
             apply=action == "report",
@@ -117,7 +117,7 @@ class Guard:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore ``state``; a run that rewinds keeps its count of rewinds."""
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
-        # A checkpoint from before the rewind knows of fewer: counted from it, a run could rewind for ever.
+        # A checkpoint from before the rewinds has a lower count, with which a run could rewind forever.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
         self._spikes.restore(state["spikes"])
 
@@ -130,7 +130,7 @@ class Guard:
     ) -> str:
         text = f"step {step}: loss {loss}, gradient norm {norm}; {_where(parameters)}"
         self._skipped_in_a_row += 1
-        # The weights are still those before the step: whoever restarts loses nothing.
+        # The step was not applied, so a restart loses nothing.
         if self._config.non_finite == "stop":
             raise Diverged(
                 f"{text}; the weights are those of step {step - 1}: lower optimizer.learning_rate"
@@ -153,12 +153,16 @@ class Spikes:
         }
 
     def describe(self, loss: float, norm: float) -> str | None:
-        # Of logarithms, since losses and norms vary by factors.
+        """Return a line about a loss or gradient norm that is a spike; None if neither is, or steps are too few.
+
+        A spike is more than ``zscore`` standard deviations above the mean of the last 20 steps, in logarithms because
+        losses and norms vary by factors.
+        """
         for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
             if len(last) < _MIN_STEPS:
                 continue
             mean = statistics.fmean(list(last)[-_MIN_STEPS:])
-            # From step to step, so that the fall of a loss over the window does not count as noise (von Neumann 1941).
+            # The deviation of changes between steps, so that a steady fall of the loss is not noise (von Neumann 1941).
             changes = [(b - a) ** 2 for a, b in itertools.pairwise(last)]
             deviation = max(
                 math.sqrt(statistics.fmean(changes) / 2), _MIN_DEVIATION[name]
@@ -186,7 +190,10 @@ def _log(value: float) -> float:
 
 
 def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Name the rank and the tensor that is not finite, weights first; of gradients the last, where a NaN began."""
+    """Name a rank and its tensor that is not finite: weights first, then gradients; collective.
+
+    Of several it is the last in the model's order, at which backward met the first NaN.
+    """
     weights, gradients = [], []
     for name, parameter in parameters:
         for found, tensor in ((weights, parameter), (gradients, parameter.grad)):

@@ -75,11 +75,11 @@ class Job:
     optimizer: torch.optim.Optimizer
     facts: dict[str, Any]
     step_flops: float
-    # digest of the base weights of an adapter, which no checkpoint holds
+    # Digest of an adapter's base weights, which no checkpoint holds.
     base_digest: str | None
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
-        """Run an optimizer step (from 1), applied if the guard agrees; errors are all ranks'."""
+        """Run an optimizer step (from 1), applied if the guard agrees; any error is raised on all ranks."""
         started = time.perf_counter()
         settings = self.config.optimizer
         rate = learning_rate(step, self.config.steps, settings)
@@ -87,7 +87,7 @@ class Job:
         num_targets, parts = self.batches.step(step)
         loss = index_loss = 0.0
         for number, part in enumerate(parts, start=1):
-            # over replicas, once per step
+            # Gradients are summed over replicas only in the last micro-step.
             self.model.set_requires_all_reduce(number == settings.accumulation_steps)
             output = self.model(**part, num_items_in_batch=num_targets)
             output.loss.backward()
@@ -100,7 +100,7 @@ class Job:
         ]
         total = whole(gradient_norm(parameters))
         norm = float(total)
-        # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
+        # Judged before clipping: a NaN factor would spoil every gradient, and hide the one that it began in.
         verdict = guard.judge(
             step, loss, norm, self.model.named_parameters(), peak_bytes(self.device)
         )
@@ -131,7 +131,10 @@ def prepare(
     kept_tokenizer: Path | None = None,
     doing: Callable[[str], None] = lambda what: None,
 ) -> Job:
-    """Prepare the job, with a resumed run's tokenizer, and refuse what can be before anything is written."""
+    """Build model, data and optimizer of a run; raise for whatever can be refused before anything is written.
+
+    ``kept_tokenizer`` is the folder of a resumed run's tokenizer.
+    """
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
@@ -162,14 +165,14 @@ def prepare(
         model := add_adapter(base, config.adapter, config.model.path, seed=config.seed)
     ) is not base:
         num_trained = model.num_parameters(only_trainable=True)
-        # no gradients of the others are computed
+        # Frozen weights need two products of three: no gradient of their own.
         num_weights = num_trained + num_weights * 2 / 3
     else:
         num_trained = num_parameters
-    # Still on the host: a device need not hold more than its shards and one layer.
+    # The model is still on the host, so that a device holds only its shards and one layer at a time.
     model = put_on_mesh(model.train(), mesh, step)
     settings, length = config.optimizer, config.data.sequence_length_tokens
-    # Documents that are separate count positions anew, so the model's first step is the first to know.
+    # Positions restart in separate documents, so their largest is known only when the model meets it.
     if config.data.documents != "separate" and (
         error := beyond_table(base, decoder_of(base), length)
     ):
@@ -196,7 +199,7 @@ def prepare(
         "eval_sequences": len(data.eval or ()),
         "matmul_flops": _matmul_flops(device, dtype),
     }
-    # the last thing: what is measured above draws some
+    # Last, because the measurements above draw random numbers.
     begin_random_numbers(config.seed)
     return Job(
         config=config,
@@ -220,7 +223,7 @@ def _refuse_early(
     mesh: DeviceMesh,
     step: StepConfig,
 ) -> None:
-    """Refuse an adapter and options that do not fit the model, of a copy without weights: before any text is read."""
+    """Raise for an adapter or options that do not fit the model, by a copy without weights, before text is read."""
     makes, dtype = (
         auto_class(model_config, sees=config.data.messages is not None),
         config.model.parameter_dtype,
@@ -249,7 +252,7 @@ def _text(
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    # A sum in bfloat16 has three digits and misses what is small. Ranks sum up one norm, not one of each parameter.
+    # A sum in bfloat16 would miss small gradients. Ranks reduce one norm, not one for each parameter.
     norms = [
         torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         for p in parameters
@@ -269,6 +272,10 @@ class Batches:
         sequences: Sequences,
         device: torch.device,
     ) -> None:
+        """Order the sequences of a run by its seed, for this mesh.
+
+        ``step`` then yields this rank's part of each batch.
+        """
         self._sequences, self._mesh, self._device = sequences, mesh, device
         self._model: Any = base_of(model)
         self._shares = config.data.min_shared_tokens if config.data.shared_prefix else 0
@@ -308,7 +315,7 @@ class Batches:
         )
 
     def describe_balance(self, steps: range) -> str | None:
-        """Describe what balancing by attention work does to some steps (from 1); None without it."""
+        """Describe how balancing changes replicas' attention in some steps (from 1); None without balancing."""
         if not self._is_balanced or not steps:
             return None
         came = np.stack(
@@ -326,7 +333,7 @@ class Batches:
         )
 
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
-        """Return a whole step's valid targets (from 1), and this rank's part of each micro-step."""
+        """Return the number of a step's targets (from 1) over all replicas, and this rank's part of each micro-step."""
         replica = self._mesh.get_local_rank("replicate")
         indices = self.indices(step)[:, replica]
         batches = [self._sequences.batch(some.tolist()) for some in indices]
@@ -356,7 +363,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 @torch.no_grad()
 def evaluate(job: Job, sequences: Sequences) -> float:
-    """Compute the loss over held-out sequences' valid targets; replicas without any join every exchange."""
+    """Compute the mean loss over held-out sequences' targets; replicas without a sequence join every collective."""
     model, mesh, device = job.model.eval(), job.mesh, job.device
     replicate, replica = (
         mesh.get_group("replicate").size(),
@@ -384,12 +391,15 @@ def evaluate(job: Job, sequences: Sequences) -> float:
 def _checkpoint(
     config: TrainConfig, model_config: PreTrainedConfig, ring: int, dtype: torch.dtype
 ) -> tuple[CheckpointName, int]:
+    """Return the checkpointing of layers, and how many share a checkpoint, as configured or chosen for a memory budget.
+
+    Compiled layers never share one, because their recomputation would run outside of the compiled programs.
+    """
     memory = config.memory
     layers = (
         None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
     )
     if config.model.compile is not False:
-        # several would be computed again outside of their programs
         layers = layers or 1
     if memory.checkpoint != "auto":
         return memory.checkpoint, layers or 1
@@ -411,7 +421,7 @@ def _checkpoint(
 
 @contextmanager
 def _first_rank_first() -> Iterator[None]:
-    """Let each node's first rank go first, so that others find its caches."""
+    """Let each node's first rank run the block first, so that the others find its caches."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         dist.barrier()
@@ -490,7 +500,7 @@ def _low_bit(
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    # matrices do, vectors do not
+    # Matrices decay, and vectors do not.
     decays: dict[bool, list[Tensor]] = {
         True: [],
         False: [],

@@ -39,7 +39,9 @@ from ringspan.train.signals import StopRequest
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import Profiler
 
-_BALANCED_STEPS: Final = 100  # of which data.balance = "flops" says what it brings
+_BALANCED_STEPS: Final = (
+    100  # first steps whose balance by data.balance = "flops" is reported
+)
 
 
 @dataclass
@@ -94,6 +96,7 @@ class _Run:
         watchdog: Watchdog,
         observer: Observer,
     ) -> None:
+        """Open the run's checkpoints, and a profiler if asked; nothing is trained yet."""
         self._job, self._config, self._record = job, job.config, record
         self._stop, self._watchdog, self._observer = stop, watchdog, observer
         self._folder = Path(job.config.run)
@@ -106,11 +109,11 @@ class _Run:
             asynchronous=settings.asynchronous,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
-        self._eval_step: int | None = None  # whose weights that was the loss of
+        self._eval_step: int | None = None  # the step whose weights had that loss
         self._profile = self._folder / "profile"
         self._profiler: Profiler | None = None
         if job.config.profile:
-            # with all that traces a step, and few runs are profiled
+            # Imported here, since it brings in all of tracing and few runs are profiled.
             from ringspan.measure.trace import (
                 profile,
             )
@@ -125,6 +128,7 @@ class _Run:
             )
 
     def train(self) -> TrainResult:
+        """Train from the newest checkpoint to the last step or a stop signal; evaluate, save and export the model."""
         with self._watchdog.doing("resuming"):
             self._resume()
         self._say_if_the_disk_is_too_small()
@@ -147,7 +151,7 @@ class _Run:
                 and self._job.data.eval is not None
                 and self._eval_step != self._step
             ):
-                # of a run that was stopped at its last step
+                # A run that was stopped at its last step has not evaluated it.
                 with self._watchdog.doing("evaluation"):
                     self._evaluate(self._job.data.eval)
             with self._watchdog.doing("saving"):
@@ -170,6 +174,7 @@ class _Run:
         )
 
     def _one_step(self) -> bool:
+        """Run one step, then evaluate and save if due; return whether a signal stops the run here."""
         self._step += 1
         self._watchdog.step(self._step)
         with self._profiler.step() if self._profiler else nullcontext():
@@ -222,6 +227,10 @@ class _Run:
             self._observer.evaluated(self._step, self._eval_loss)
 
     def _save(self, *, wait: bool) -> None:
+        """Save weights, optimizer, random state and the data's position.
+
+        With ``wait``, return only when it is on disk.
+        """
         job = self._job
         state = {
             "num_sequences": job.batches.position(self._step),
@@ -248,6 +257,10 @@ class _Run:
                 raise error
 
     def _export(self, folder: Path) -> None:
+        """Write the finished model to ``folder`` and mark the step as exported.
+
+        If that fails, make sure that a checkpoint holds the weights, and raise CheckpointError that says where.
+        """
         dtype, merge = (
             getattr(torch, self._config.model.dtype),
             self._config.adapter.merge,
@@ -287,6 +300,7 @@ class _Run:
         )
 
     def _say_if_the_disk_is_too_small(self) -> None:
+        """Warn if the disk lacks room for a checkpoint (weights and AdamW's two moments) and the final model."""
         job = self._job
         weights = [weight for weight in job.model.parameters() if weight.requires_grad]
         # AdamW has two moments
@@ -304,6 +318,10 @@ class _Run:
             )
 
     def _resume(self) -> None:
+        """Continue from the newest valid checkpoint of a run that is not new.
+
+        Raises if no checkpoint is valid, or if the run is already at or beyond its last step.
+        """
         if self._record.is_new:
             return
         found = self._checkpoints.find()
@@ -355,6 +373,10 @@ class _Run:
         self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
 
     def _rewind(self) -> bool:
+        """Load the newest checkpoint after a spike, and continue with the data after it.
+
+        Return whether there is one.
+        """
         with self._watchdog.doing("rewinding"):
             self._notice(self._checkpoints.wait())
             found = self._checkpoints.find()

@@ -23,7 +23,7 @@ class StepMetrics:
     peak_bytes: int
     seconds: float
     index_loss: float | None = (
-        None  # divergence of a model's index that learns; None without
+        None  # divergence of a model's index; None if it does not learn
     )
 
 
@@ -37,7 +37,7 @@ class MetricsWriter:
         self._path = run / "metrics.jsonl"
         self._board = None
         if installed("tensorboard"):
-            # takes as long as all else that is imported here
+            # Imported here because it takes as long as all other imports together.
             from torch.utils.tensorboard import (
                 SummaryWriter,
             )

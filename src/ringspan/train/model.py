@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What makes tokens of text; of conversations with images, their processor, which has one.
+# A tokenizer of text, or for conversations with images their processor, which has one.
 Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 
 
@@ -96,7 +96,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
         and settings.rope is not None
         and settings.rope.get("type") == "dynamic"
     ):
-        # of which transformers keeps the original
+        # transformers keeps the original limit in a config with dynamic scaling.
         limit = int(limit * settings.rope["factor"])
     if (
         settings.init == "scratch"
@@ -173,7 +173,7 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
     if kind in ("yarn", "llama3", "longrope"):
         values["original_max_position_embeddings"] = trained
     if kind == "llama3":
-        # those of Llama 3.1
+        # The values of Llama 3.1.
         values |= {
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
@@ -194,7 +194,10 @@ def load_tokenizer(
     documents: "Dataset | None" = None,
     kept: Path | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer: ``kept``, its source's or trained; tokens beyond the vocabulary must not occur in texts."""
+    """Load a tokenizer: ``kept``, the one of its source, or one trained on ``documents``.
+
+    Refuse one that is too large.
+    """
     source = str(kept) if kept else settings.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
     if source == "train":
@@ -262,7 +265,7 @@ def build_model(
     seed: int = 0,
     sees: bool = False,
 ) -> PreTrainedModel:
-    """Build the model in model.parameter_dtype: a new one on the CPU, one from a folder without weights so far."""
+    """Build the model in model.parameter_dtype: new on the CPU, or from a folder, with weights read later."""
     dtype, made_by = (
         getattr(torch, settings.parameter_dtype),
         auto_class(model_config, sees=sees),
@@ -303,7 +306,10 @@ def num_matmul_parameters(model: PreTrainedModel) -> int:
 def flops_per_token(
     model_config: PreTrainedConfig, num_weights: float, length_tokens: float
 ) -> float:
-    """Compute a training step's model FLOPs per token that sees ``length_tokens / 2`` keys; of states the products."""
+    """Compute a training step's model FLOPs per token, which sees ``length_tokens / 2`` keys on average.
+
+    Layers with a state count only their products with weights.
+    """
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     without = without_attention(model_config)
     sizes = [

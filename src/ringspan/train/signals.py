@@ -1,6 +1,7 @@
 """Stop requests: SIGTERM, SIGINT or SIGUSR1 set a flag, from which ranks agree on one step that all save.
 
-Python's handler may wait a minute of backward for C; a thread hears signals at once, and ends an aborted rank.
+A Python handler may have to wait a minute for a backward pass in C. A thread therefore receives signals at once, and
+ends an aborted rank.
 """
 
 import os

@@ -66,7 +66,7 @@ class DataConfig(Table):
                 "data.shared_prefix = true: is for conversations; set data.messages, or leave it out"
             )
         if self.messages is not None:
-            # all are set in a run's record
+            # Compared with the defaults, since a run's record sets all keys.
             for name in ("text_field", "documents", "extensions", "hub_split"):
                 if getattr(self, name) != DataConfig.model_fields[name].default:
                     raise ConfigError(
@@ -103,16 +103,15 @@ class FoundFiles:
 
 
 def find_files(config: DataConfig) -> FoundFiles:
-    """List files that local paths name or have below them with the endings of such data, each once."""
+    """List the files that local paths name, or that are below them and have an ending of such data, each once."""
     endings = tuple(extension.lower() for extension in config.endings)
     remedy = (
         "give .jsonl files with conversations"
         if config.messages is not None
         else "correct it or data.extensions"
     )
-    files: dict[
-        Path, Path
-    ] = {}  # by resolved path, so that a file reached twice is one document
+    files: dict[Path, Path] = {}
+    # Files are keyed by their resolved path, so that a file reached twice is one document.
     left_out: list[str] = []
     for name in (path for path in config.paths if not path.startswith("hub:")):
         with refused(
@@ -139,6 +138,11 @@ def find_files(config: DataConfig) -> FoundFiles:
 def _files_at(
     path: Path, name: str, endings: tuple[str, ...], left_out: list[str], remedy: str
 ) -> list[Path]:
+    """Return the files at ``path``: itself, or all below a folder with one of the endings, sorted.
+
+    Its error messages use ``name``, as the user wrote it. Dangling links and pipes are left out, with a line in
+    ``left_out``.
+    """
     if path.is_dir():
         found = sorted(_walk(path, endings), key=Path.as_posix)
         files = [file for file in found if file.is_file()]

@@ -49,7 +49,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: is not valid TOML: {one_line(error)}; save it as UTF-8 text"
         ) from error
-    # A number of thousands of digits is a ValueError, and brackets as deep a RecursionError.
+    # A number of thousands of digits raises ValueError, and brackets nested that deep a RecursionError.
     with refused(
         f"{path}: is not valid TOML", ValueError, RecursionError, remedy=_REMEDY
     ):
@@ -57,6 +57,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
+    """Set the dotted key of ``key=value`` in nested tables, creating those that are missing."""
     key, equals, text = override.partition("=")
     *tables, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(tables):
@@ -78,7 +79,8 @@ def _override_value(text: str) -> object:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text.strip()
-    # More than one key: the text held a line break and went on as TOML. No key is a date, but run=2026-01-31 is a name.
+    # With more than one key, the text had a line break and continued as TOML. No setting is a date, but
+    # run=2026-01-31 is a name.
     if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
         return text.strip()
     return parsed["value"]

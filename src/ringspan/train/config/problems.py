@@ -16,7 +16,7 @@ Strings = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
 ]
-"""Strings, of which a single one needs no brackets."""
+"""Strings; a single one may be written without brackets."""
 
 
 class Table(BaseModel):
@@ -33,7 +33,7 @@ class Table(BaseModel):
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """Explain the first problem, and count the other keys with one; ``root`` is the outermost table."""
-    # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
+    # A misspelt required key is also reported as missing: show the misspelling.
     problems = sorted(
         error.errors(), key=lambda problem: problem["type"] != "extra_forbidden"
     )
@@ -45,6 +45,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
+    """Return one of pydantic's errors as a line: the key, its value, what is wrong, and a remedy or the default."""
     key, fields, field = _locate(problem["loc"], root)
     kind, value = problem["type"], problem["input"]
     cause = problem.get("ctx", {}).get("error")
@@ -83,7 +84,7 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
 def _locate(
     loc: tuple[int | str, ...], root: type[BaseModel]
 ) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
-    """(dotted key, innermost table's fields, field) of a place, without what pydantic adds for unions."""
+    """Return (dotted key, innermost table's fields, field) of an error's place, without pydantic's parts for unions."""
     table: type[BaseModel] | None = root
     fields, field, key = dict(root.model_fields), None, ""
     for part in loc:

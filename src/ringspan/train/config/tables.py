@@ -176,6 +176,7 @@ class OptimizerConfig(Table):
 
     @model_validator(mode="after")
     def _check_state(self) -> "OptimizerConfig":
+        """Raise ConfigError for options of moments that the optimizer lacks or that exclude each other."""
         if self.name != "adamw":
             defaults = {"state": "float32", "on_host": False, "rounding": "nearest"}
             defaults |= {"eps": 1e-8} if self.name == "lion_8bit" else {}
@@ -293,13 +294,17 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _check_across_tables(self) -> "TrainConfig":
+        """Raise ConfigError for keys of different tables that exclude each other.
+
+        Shorten an unset warm-up to the steps.
+        """
         if self.optimizer.warmup_steps > self.steps:
             if "warmup_steps" in self.optimizer.model_fields_set:
                 raise ConfigError(
                     f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
                     f"set it to at most {self.steps}"
                 )
-            # frozen from here on
+            # The table is frozen for everyone else.
             object.__setattr__(
                 self, "optimizer", self.optimizer.with_warmup(self.steps)
             )
@@ -348,7 +353,7 @@ class TrainConfig(Table):
         return self
 
     def _check_step(self) -> None:
-        """Refuse options of a step that exclude each other, by their keys."""
+        """Raise ConfigError for options of ``StepConfig`` that exclude each other, naming their key in the file."""
         memory = self.memory
         layers = (
             1

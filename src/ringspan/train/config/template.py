@@ -13,7 +13,7 @@ from ringspan.train.config.tables import TrainConfig
 
 _WIDTH: Final = 100
 _BEGUN: Final = (
-    "model.path"  # has no default, and is needed by a model that is not drawn anew
+    "model.path"  # written although it has a default, since most runs need it
 )
 _HEAD: Final = """\
 A training run of ringspan: set model.path and data.paths, then `ringspan train {name} --nproc 8`.

@@ -85,7 +85,11 @@ def scan_documents(config: DataConfig) -> DocumentScan:
 
 
 def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
-    # A changed file has another size or time, hence another cache key. A tuple: datasets splits lists into shards.
+    """Return a data set with a text per document of local files, read once and then memory-mapped from a cache.
+
+    The cache is keyed by the names, sizes and modification times of the files.
+    """
+    # A changed file has another size or time, and so another cache key. datasets would split a list into shards.
     stamps = tuple(
         (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
         for file in files
@@ -103,7 +107,7 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
         )
     except DatasetGenerationError as error:
         cause: BaseException = error
-        # datasets wraps what the generator raised, at some depth.
+        # datasets wraps the generator's error, maybe more than once.
         while cause.__cause__ is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
@@ -125,6 +129,7 @@ def _load_files(files: Sequence[Path], text_field: str) -> Dataset:
 def _read_files(
     stamps: Sequence[tuple[str, int, int]], text_field: str, version: int
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row for each document of the files; raise ConfigError if a file is malformed or changes meanwhile."""
     for name, *stamp in stamps:
         path = Path(name)
         read = _READERS.get(path.suffix.lower(), _read_text)
@@ -140,8 +145,8 @@ def _read_files(
                 num_rows += 1
                 yield {"text": text}
             if not num_rows:
-                # it would be cached under the old stamp
                 yield {"text": ""}  # so that a file without rows is counted as empty
+            # A changed text would be cached under the old stamp.
             if stamp != [
                 path.stat().st_size,
                 path.stat().st_mtime_ns,
@@ -161,6 +166,10 @@ def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each JSON value of a file with its place: an element of a .json list, or a line of .jsonl.
+
+    A line that is not UTF-8 is NOT_UTF8. A .json file with several values is read as JSON lines.
+    """
     is_whole = path.suffix.lower() == ".json"
     with path.open("rb") as file:
         for number, line in enumerate([file.read()] if is_whole else file, start=1):
@@ -179,7 +188,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     except json.JSONDecodeError as error:
                         if not is_whole or error.msg != "Extra data":
                             raise
-                        # JSON lines under a name of JSON
+                        # JSON lines in a file named .json.
                         yield from _lines_of(text, path)
                         continue
                 if is_whole and isinstance(row, list):
@@ -239,7 +248,7 @@ def _field_of(row: object, text_field: str, place: str) -> str | None:
         )
     try:
         (text or "").encode()
-    # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+    # JSON can spell half of a surrogate pair, and UTF-8 cannot.
     except UnicodeEncodeError:
         return None
     return text
@@ -253,9 +262,10 @@ def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError
 
 
 def _load_hub(path: str, config: DataConfig) -> Dataset:
+    """Return a Hub data set's texts as a data set with the column "text", as strings with 32-bit offsets."""
     name, _, configuration = path.removeprefix("hub:").partition(":")
     where = f'data.paths = "{path}"'
-    # No common base: network, permission, missing split, malformed files.
+    # The errors have no common base: network, permission, missing split, malformed files.
     with (
         refused(f"{where}: cannot be loaded", Exception, remedy="; check its name"),
         from_hub(where, name),
@@ -271,7 +281,7 @@ def _load_hub(path: str, config: DataConfig) -> Dataset:
     dataset = dataset.select_columns([field])
     if field != "text":
         dataset = dataset.rename_column(field, "text")
-    # A cast writes all rows anew, so only where concatenation needs it.
+    # A cast rewrites all rows, so it is done only if concatenation needs it.
     return (
         dataset
         if dataset.features["text"] == Value("string")
@@ -284,7 +294,7 @@ def _has_text(texts: Sequence[str | None]) -> list[bool]:
 
 
 def rows_per_batch(documents: Dataset) -> int:
-    """Compute the rows that hold about 8 MiB of text: thousands of short ones, or a book."""
+    """Return the number of rows that hold about 8 MiB of text, at most 1000, and at least one."""
     return max(
         1,
         min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)),

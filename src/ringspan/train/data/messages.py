@@ -16,10 +16,10 @@ from ringspan.core.messages.lines import few, refused
 from ringspan.train.config.data_table import CONVERSATIONS, DataConfig, find_files
 from ringspan.train.data.documents import NOT_UTF8, json_rows
 
-# What a part of a message may be beside text, and the keys that transformers' processors know its path by.
+# Types of a message's parts in addition to text, and the keys that transformers' processors read their path from.
 MEDIA: Final = ("image", "video", "audio")
-_KEYS: Final = ("path", "url")  # of each of them, beside its own name
-# Keys of a row beside its messages.
+_KEYS: Final = ("path", "url")  # other names for the path of each of them
+# Keys of a row in addition to its messages.
 _LISTS: Final = ("tools", "documents")
 _VARIABLES: Final = "chat_template_kwargs"
 
@@ -76,6 +76,10 @@ class Conversations:
 
 
 def read_conversations(config: DataConfig) -> Conversations:
+    """Read the conversations of all local .jsonl and .json files, one per row.
+
+    Raise ConfigError at a bad one's line.
+    """
     field_ = config.messages
     assert field_ is not None, "asked by the caller"
     for path in config.paths:
@@ -116,6 +120,10 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _example(row: object, name: str, place: str, folder: Path) -> Example:
+    """Convert a row of a file to an example.
+
+    ``name`` is the field with its messages, ``folder`` the base of its paths.
+    """
     messages = row.get(name) if isinstance(row, dict) else None
     if not isinstance(row, dict) or not _is_list(messages) or not messages:
         raise ConfigError(
@@ -132,7 +140,7 @@ def _example(row: object, name: str, place: str, folder: Path) -> Example:
 def _beside(
     row: dict[str, Any], name: str, place: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a row has for the chat template in addition to its messages, as data sets of TRL have it."""
+    """Return (tools and documents, template variables) of a row, in the form of TRL's data sets."""
     given = {
         key: _without_nones(value)
         for key, value in row.items()
@@ -148,7 +156,7 @@ def _beside(
         raise ConfigError(
             f"{place}: {_VARIABLES} must be an object, got {json.dumps(variables)[:80]}"
         )
-    # as TRL takes them, since their schemas differ from row to row
+    # TRL's data sets may have tools as JSON text, since their schemas differ from row to row.
     for key, value in given.items():
         if key == "tools" and isinstance(value, str):
             with refused(
@@ -164,6 +172,7 @@ def _beside(
 
 
 def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
+    """Convert a message to the form of transformers' processors: content as a list of parts, with absolute paths."""
     given = _without_nones(message)
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ConfigError(
@@ -171,13 +180,13 @@ def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
         )
     content = given.pop("content", None)
     if not given.get("tool_calls", True):
-        del given["tool_calls"]  # a list of none
+        del given["tool_calls"]  # an empty list
     if content is None:
         if "tool_calls" not in given:
             raise ConfigError(
                 f"{place}: a message needs a role and content, or tool_calls, got {json.dumps(message)[:80]}"
             )
-        # templates may tell these apart
+        # Templates may tell a content of None from a missing one.
         return given | ({"content": None} if "content" in message else {})
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not _is_list(parts):
@@ -188,7 +197,7 @@ def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], place: str) -> bool:
-    """Take out of a message whether its tokens are targets: ``weight`` of 0 or 1, or ``train``."""
+    """Pop the keys ``weight`` (0 or 1) and ``train`` of a message; return whether its tokens are targets."""
     weight, train = message.pop("weight", 1), message.pop("train", True)
     if weight not in (0, 1):
         raise ConfigError(
@@ -202,7 +211,7 @@ def _is_trained(message: dict[str, Any], place: str) -> bool:
 
 
 def _without_nones(value: Any) -> Any:
-    """Drop keys without a value at any depth: rows of a table have every key in every place."""
+    """Drop keys without a value at any depth, because rows of a table have the keys of all rows."""
     if isinstance(value, dict):
         return {
             key: _without_nones(each) for key, each in value.items() if each is not None

@@ -28,17 +28,17 @@ VIDEO_REMEDY: Final = (
     "processors of video take torchvision, of the release that fits this torch, and read files with torchcodec: pip "
     "install torchvision torchcodec"
 )
-# As transformers looks for it, and Jinja's other way to keep the space before.
+# The tag as transformers looks for it, and with Jinja's other sign for whitespace.
 _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ASKING: Final = ("system", "developer", "user", "tool")  # roles without answers
-# a template may leave out the last two
+# Keys of a message that every template may leave out.
 _IDENTITIES: Final = {
     "role",
     "content",
     "name",
     "tool_call_id",
 }
-# one is given to templates under all these names
+# Templates are free to read a reasoning under any of these names.
 _REASONING: Final = (
     "reasoning_content",
     "thinking",
@@ -61,10 +61,12 @@ class SeenSequences:
         *,
         sequence_length_tokens: int,
     ) -> None:
+        """Refuse examples with keys that the chat template would not read; nothing is tokenized yet."""
         self.sequence_length_tokens = sequence_length_tokens
         self._examples, self._processor = examples, processor
         tokenizer = getattr(processor, "tokenizer", processor)
-        self._sees_nothing = tokenizer is processor  # of a model of text
+        # A model of text has only a tokenizer.
+        self._sees_nothing = tokenizer is processor
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
         self._pad: int = next(i for i in ids if i is not None)
         named = (getattr(processor, f"{kind}_token_id", None) for kind in MEDIA)
@@ -76,7 +78,7 @@ class SeenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """Return the length of one causal document with as many keys per token; padding counts."""
+        """Return the length of a causal document with the same work per token; padding counts."""
         return float(self.sequence_length_tokens)
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -87,6 +89,11 @@ class SeenSequences:
         return len(self._examples)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Tensor]:
+        """Return one conversation as tensors: ids, mask and next-token targets (S,), and the processor's media tensors.
+
+        Targets are the answers that the template marks, else all tokens but placeholders of media, less the messages
+        left out of training. Raises ConfigError if the example is too long or has no target.
+        """
         example = self._examples[operator.index(index)]
         marks_answers = _marks_answers(example, self._processor)
         messages = self._given(example)
@@ -126,6 +133,10 @@ class SeenSequences:
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return several sequences as a batch: text is stacked (B, S), media tensors are concatenated.
+
+        Rows without media have token types 0.
+        """
         rows = [self[index] for index in indices]
         found: dict[str, Tensor] = {}
         for name in {name: None for row in rows for name in row}:
@@ -154,8 +165,8 @@ class SeenSequences:
         return found
 
     def _given(self, example: Example) -> list[dict[str, Any]]:
-        """Return the messages as the processor takes them: with frames, or of a model of text with contents of text."""
-        # which some versions of transformers change
+        """Return a copy of the messages for the processor: videos as frames, or contents as text for a tokenizer."""
+        # A copy, because some versions of transformers change the messages.
         messages = copy.deepcopy(example.messages)
         if self._sees_nothing and example.media:
             raise ConfigError(
@@ -180,7 +191,7 @@ class SeenSequences:
     def _with_contents(
         self, example: Example, messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return empty texts for missing contents, if the template cannot do without, or would write ``None``."""
+        """Fill in empty contents if the template fails without them, or would write the word ``None``."""
         empty = [
             message | {"content": message.get("content") or ""} for message in messages
         ]
@@ -200,6 +211,10 @@ class SeenSequences:
     def _processed(
         self, example: Example, messages: list[dict[str, Any]]
     ) -> dict[str, Any]:
+        """Return the processor's tensors for a conversation, with a mask of answers if the template marks them.
+
+        Its errors are raised as ConfigError that names the example.
+        """
         options: dict[str, Any] = {
             "tokenize": True,
             "return_dict": True,
@@ -210,7 +225,7 @@ class SeenSequences:
         options |= example.beside | example.variables
         where = f"{example.place}: {type(self._processor).__name__}"
         with (
-            # Of any processor and template: a size that it refuses, a file that is no image.
+            # A processor or template may raise anything, for a size it cannot handle or a file that is not an image.
             refused(f"{where} refuses it", Exception, remedy="; correct the example"),
             refused(
                 f"{where} needs a package that is missing",
@@ -234,7 +249,7 @@ class SeenSequences:
     def _untrained(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of tokens that are not targets, of messages left out of training."""
+        """Yield the ranges of tokens [start, stop) that belong to messages left out of training."""
         find = (
             self._answers if _marks_answers(example, self._processor) else self._written
         )
@@ -250,7 +265,10 @@ class SeenSequences:
     def _answers(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> list[list[tuple[int, int]]] | None:
-        """Return the marked ranges of each message, told apart by how many its beginnings have; None if not known."""
+        """Return the marked ranges of tokens of each message; None if they cannot be told apart.
+
+        The conversation is processed up to each message in turn: the ranges that it adds are that message's.
+        """
         runs, found, so_far = _runs(_is_answer(made)), list[list[tuple[int, int]]](), 0
         for number, message in enumerate(messages, start=1):
             count = so_far
@@ -268,7 +286,11 @@ class SeenSequences:
     def _written(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> list[list[tuple[int, int]]] | None:
-        """Return the range of each message of untrained ones; None if its beginnings are written differently."""
+        """Return the range of tokens of each message left out of training, an empty list for others.
+
+        It lies between the lengths of the conversation up to and after the message. None if the template writes a
+        beginning of the conversation differently than the whole.
+        """
         tokens, stops = (
             made["input_ids"][0],
             {0: 0, len(messages): len(made["input_ids"][0])},
@@ -299,7 +321,7 @@ def _is_answer(made: dict[str, Any]) -> Tensor:
 
 
 def _runs(mask: Tensor) -> list[tuple[int, int]]:
-    """Return the ranges of a mask that are set."""
+    """Return the ranges [start, stop) of True in a mask."""
     edges = (
         torch.diff(
             mask.long(), prepend=torch.zeros(1).long(), append=torch.zeros(1).long()
@@ -311,7 +333,7 @@ def _runs(mask: Tensor) -> list[tuple[int, int]]:
 
 
 def _refuse_unread(example: Example, processor: Any) -> None:
-    """Raise ConfigError for what the chat template would drop, by its place and name."""
+    """Raise ConfigError that names the first key of an example that the chat template would not read."""
     template = template_of(processor, has_tools="tools" in example.beside)
     own = _own_arguments(type(processor))
     for name in example.variables:

@@ -34,7 +34,7 @@ from ringspan.train.data.tokens import (
 
 logger = logging.getLogger(__name__)
 
-# With fewer documents than this, the last ones could be most of the text: the tail of the stream is held out instead.
+# The last of fewer documents could be most of the text: then the tail of the stream is held out instead.
 MIN_DOCUMENTS_TO_SPLIT = 20
 
 
@@ -57,7 +57,7 @@ class TokenSequences:
         documents: DocumentsName,
         pad_token_id: int,
     ) -> None:
-        """Make sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
+        """Lay out sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
         self.num_tokens = stop - start  # tokens in the part
         self._stream = stream
@@ -79,7 +79,10 @@ class TokenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """Return ``sum(d^2) / sum(d)`` over separate documents d, else the sequence length: a token sees half of it."""
+        """Return the length of a causal document with the same work per token.
+
+        That is ``sum(d^2) / sum(d)`` over the lengths d of separate documents, otherwise the sequence length.
+        """
         length, count = self.sequence_length_tokens, len(self)
         if not self._are_separate or not count:
             return float(length)
@@ -116,6 +119,10 @@ class TokenSequences:
         return int(self._first_sequence[-1])
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, NDArray[np.int64]]:
+        """Return one sequence: S ids, their next-token targets, and positions if documents are separate.
+
+        Sequence i belongs to the piece whose first sequence is the last one not above i, and reads S + 1 tokens of it.
+        """
         i = operator.index(index)
         i += len(self) if i < 0 else 0
         if not 0 <= i < len(self):
@@ -131,7 +138,7 @@ class TokenSequences:
         )
         input_ids = np.full(length, self._pad_token_id, np.int64)
         shift_labels = np.full(length, IGNORED, np.int64)
-        # A short window keeps its last token as an input too, as an unsplit document would have it.
+        # A short window keeps its last token as an input too, like a document that is not split.
         input_ids[: len(window)] = window[:length]
         shift_labels[: len(window) - 1] = window[1:]
         sequence = {"input_ids": input_ids, "shift_labels": shift_labels}
@@ -164,7 +171,7 @@ class Data:
 
 
 def build_seen(config: TrainConfig, processor: object) -> Data:
-    """Build a run's sequences of conversations (data.messages), the last ones held out."""
+    """Build a run's sequences of conversations (data.messages); the last ones are held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples
     if settings.shared_prefix and (
@@ -223,7 +230,7 @@ def build_data(
     stream = TokenStream(tokenize(scan.documents, tokenizer))
     refuse_unknown_tokens(stream, tokenizer, vocabulary)
     position = _eval_start(stream, settings)
-    # What pads is never a target and never attended to by a target; any id does.
+    # Padding is never a target and no target attends to it, so any id serves.
     ids: Any = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     pad: int = next(i for i in ids if i is not None and i < vocabulary)
     shape: Any = {
@@ -276,8 +283,8 @@ def build_data(
 def _eval_start(stream: TokenStream, config: DataConfig) -> int:
     """Return the position at which the held-out tail of the stream starts.
 
-    The last ceil(fraction x documents) documents, or more if too short for a sequence; of few documents ceil(fraction x
-    sequences) sequences, or for "cut" that share of tokens.
+    It holds the last ceil(fraction x documents) documents, or more if these are too short for a sequence. Of few
+    documents it holds ceil(fraction x sequences) sequences, or for "cut" that share of the tokens.
     """
     num_tokens, fraction = len(stream), config.eval_fraction
     if not fraction:
@@ -304,7 +311,7 @@ def _min_tokens(config: DataConfig) -> int:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Sequences of each step, micro-step and replica: a function of seed and step alone.
+    """Sequences of each step, micro-step and replica: a function of seed and step only.
 
     Sequences, permuted again each epoch, form an endless row; step t (from 0) takes G = batch_size x accumulation_steps
     x replicate from shift + t x G. Only G matters, so a run resumes exactly on other replicas; `shift` is 0 until a run
@@ -349,7 +356,7 @@ class BatchOrder:
 
 @lru_cache(maxsize=2)  # a step touches one epoch, or two at the seam
 def _permutation(num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # Sorted raw bits, not Generator.permutation: NumPy keeps the bit streams stable between versions, its methods not.
+    # NumPy keeps the bit streams stable between versions, but not the results of Generator.permutation.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(
         num_sequences
     )

@@ -118,7 +118,7 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def refuse_unknown_tokens(
     stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int
 ) -> None:
-    """Raise a ConfigError that names a token in the text, added to the tokenizer, that the model lacks."""
+    """Raise ConfigError if the text has a token, added to the tokenizer, that the model's vocabulary lacks."""
     if max(tokenizer.added_tokens_decoder, default=-1) < vocabulary:
         return
     largest = stream.largest()
@@ -169,6 +169,7 @@ class TokenStream:
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the tokens [start, stop) of the stream as int64, joined from memory-mapped chunks."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(
                 f"[{start}, {stop}) is not within a stream of {len(self)} tokens"

@@ -63,10 +63,10 @@ def save_model(
     *,
     merge: bool = False,
 ) -> str | None:
-    """Write weights, config and tokenizer into ``folder``; return any error on every rank, all of which call it.
+    """Write weights, config and tokenizer into ``folder``; return an error's text on every rank; collective.
 
-    Of an adapter, itself or the weights merged tensor by tensor. Rank 0 writes the pieces they send into a temporary
-    folder, which then replaces one of that name.
+    An adapter is written itself, or merged into the weights tensor by tensor. Rank 0 writes the pieces that ranks send
+    into a temporary folder, which then replaces ``folder``.
     """
     try:
         if is_peft(model) and not merge:
@@ -81,6 +81,11 @@ def save_model(
 def _save_whole(
     model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool
 ) -> None:
+    """Write all weights, merged with the adapter if ``merge``, by rank 0 in three steps that all ranks vote on.
+
+    Begin checks the room and writes configs, then the weights are sent and written, and finish puts the folder in
+    place.
+    """
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
     with as_trained(base):
         config = type(base.config).from_dict(base.config.to_dict())
@@ -141,7 +146,7 @@ def _save_adapter(
 
 
 def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Write all but the weights, before them: transformers removes weight files that are not its own."""
+    """Write the config files, before the weights: transformers removes weight files that are not its own."""
     config.dtype = dtype
     with torch.device("meta"):
         plain = auto_class(config, sees=True).from_config(config)
@@ -281,6 +286,7 @@ def _write(
     plan: WeightsPlan, num_parameters: int, folder: Path, write_rest: Callable[[Path], None],
     doing: Callable[[str], None],
 ) -> None:  # fmt: skip
+    """Write a plan's weight files and the rest into a temporary folder, then put it in place; raise CheckpointError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     if problem := missing_room(folder.parent, plan.num_bytes):
         raise CheckpointError(problem)
@@ -288,7 +294,7 @@ def _write(
         refused(f"{folder} was not written", OSError, error_type=CheckpointError),
         scratch_beside(folder) as scratch,
     ):
-        # first: transformers removes weight files that are not its own
+        # Before the weights, since transformers removes weight files that are not its own.
         write_rest(scratch)
         for number, name in enumerate(plan.files, start=1):
             doing(f"writing file {number} of {len(plan.files)}")

@@ -28,8 +28,8 @@ EXPORTED: Final = "exported"  # the step whose model has been written
 _OF_MODELS: Final = (MODEL_CONFIG, ADAPTER_CONFIG, WEIGHTS, INDEX)
 # Another value of these would be another run under the same name.
 _FIXED: Final = ("seed", "model", "data", "adapter")
-_FREE: Final = ("adapter.merge", "model.compile")  # which change no number of the run
-# Which text it is, which a run may change that says so.
+_FREE: Final = ("adapter.merge", "model.compile")  # these change no number of the run
+# Keys that tell which text it is; they may change with data.on_change = "continue".
 _TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensions")
 
 
@@ -38,8 +38,8 @@ class RunRecord:
     run_id: str
     is_new: bool
     config: TrainConfig
-    """The requested settings. An unset warm-up is that of the start: its default follows ``steps``, which may grow."""
-    # settings that differ from those at the start, as lines to show
+    """The requested settings; an unset warm-up is the one of the start, since its default depends on ``steps``."""
+    # Lines about settings that differ from the start of the run.
     changes: list[str] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ def read_record(config: TrainConfig) -> RunRecord:
         if key == "data.on_change" or (
             key in _TEXT and config.data.on_change == "continue"
         ):
-            continue  # what that does is said when the text has been read
+            continue  # reported once the text has been read
         if key.split(".")[0] in _FIXED and key not in _FREE:
             raise ConfigError(
                 f"{run} holds a run with {key} = {json.dumps(before)}, now it is {json.dumps(now)}; choose another "
@@ -132,9 +132,9 @@ def _known(
 
 
 def check_run(config: TrainConfig) -> RunRecord:
-    """Refuse what a file asks for, without a framework: missing packages or text, an unusable or finished run.
+    """Raise ConfigError for missing packages or text, and for an unusable or finished run, without a framework.
 
-    The command asks before ranks start, and rank 0 again under its lock: a folder may be another by then.
+    The command asks before ranks start, and rank 0 again under its lock: another run may have taken the folder by then.
     """
     config.require_extras()
     find_files(config.data)

@@ -28,7 +28,7 @@ from ringspan.train.run_folder.record import (
 
 TOKENIZER: Final = "tokenizer"
 _DATA: Final = "data.json"
-_MAX_FILES: Final = 10_000  # of which the record names each
+_MAX_FILES: Final = 10_000  # the record names each file, up to this number
 
 
 def tokenizer_of(run: Path) -> Path | None:
@@ -40,7 +40,8 @@ def keep(
     run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data
 ) -> None:
     scratch = run / f"{TOKENIZER}.tmp-new"
-    for folder in (scratch, run / TOKENIZER):  # of a run that ended before it had begun
+    # A run that ended before its record was written may have left them.
+    for folder in (scratch, run / TOKENIZER):
         shutil.rmtree(folder, ignore_errors=True)
     tokenizer.save_pretrained(scratch)
     scratch.rename(run / TOKENIZER)
@@ -68,7 +69,7 @@ def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
     try:
         before = json.loads((run / _DATA).read_text(encoding="utf-8"))
         is_same, line = before["sha256"] == now["sha256"], _difference(before, now)
-    except FileNotFoundError:  # begun by a version that kept no record
+    except FileNotFoundError:  # the run began with a version that kept no record
         _write(run, now)
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -91,6 +92,7 @@ def _write(run: Path, values: dict[str, Any]) -> None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe a run's change of text in a line: files changed, new or gone, then documents and tokens."""
     old, new = before["files"], now["files"]
     found = [
         ("changed", [name for name in old if name in new and old[name] != new[name]]),
@@ -109,7 +111,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
-    """Find out if ``config.run`` is new or resumed, and lock it; all ranks call it, errors are all ranks'."""
+    """Lock ``config.run`` and find out whether it is new or resumed; collective, and errors are raised on all ranks."""
 
     def find() -> RunRecord:
         lock.take()
@@ -126,7 +128,10 @@ def begin_run(
     tokenizer: Tokenizer,
     data: Data,
 ) -> None:
-    """Make a new run's folder, or check a resumed one's text and config, on rank 0; errors are all ranks'."""
+    """Create a new run's folder, or check a resumed run's text and config, on rank 0.
+
+    Errors are raised on all ranks.
+    """
     run, facts = Path(config.run), model_facts(model)
 
     def begin() -> None:
@@ -146,10 +151,10 @@ def begin_run(
             raise ConfigError(
                 f"{run} began with {change}; set it back, or choose another folder with run=..."
             )
-        # from now on it is this text, wherever it is
+        # This records the new text as the run's.
         changed = compare(run, config.data, data)
         if config.data.on_change == "continue":
-            # Only the text: what else the run began with still holds.
+            # Only the text is updated; the rest of the record stays as the run began.
             begun, _ = recorded(
                 written["config"] | {"data": config.model_dump(mode="json")["data"]}
             )
