@@ -1,4 +1,4 @@
-"""Options that several commands have, checks of their input before it takes minutes to fail, and their ranks."""
+"""Options that several commands share, checks of input before minutes are spent on it, and starting of ranks."""
 
 import os
 from collections.abc import Callable
@@ -163,7 +163,9 @@ def on_ranks(
 
     with importing():
         if forks:
-            serve_forks(*forks)  # it gets ready while this process checks what is asked
+            serve_forks(
+                *forks
+            )  # the server imports while this process checks the input
         import torch
 
         from ringspan.torch.runtime.launch import launch

@@ -23,7 +23,7 @@ _UNIT: Final = re.compile(
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave the exit code to the command; rich would end the process."""
+        """Raise, so that the command chooses the exit code; rich would end the process."""
         raise BrokenPipeError
 
 
@@ -87,7 +87,7 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
     out = console(stderr=True, quiet=quiet)
 
     def interrupted(*_: object) -> None:
-        # the cursor shows again
+        # Clears the line and shows the cursor again.
         os.write(
             2, b"\r\x1b[2K\x1b[?25h" * out.is_terminal + b"ringspan: interrupted\n"
         )

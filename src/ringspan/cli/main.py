@@ -25,7 +25,7 @@ from ringspan.cli.commands import (
 from ringspan.core.errors import EXIT_CLOSED_PIPE, ClosedPipe, RankLost
 from ringspan.core.files.output import drop_output, refusal
 
-# typer carries its own click, or uses the installed one, by version.
+# Depending on its version, typer carries its own click or uses the installed one.
 _ClickException: Any = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -74,13 +74,13 @@ def main() -> None:
     code, message = 0, ""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a terminal of another encoding has no ± and no frames of tables
+            # Other encodings than UTF-8 may lack ± and the lines of tables.
             stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
         print(end="", flush=True)
     except _ClickException as error:
-        # empty where a command without arguments has shown its help
+        # The message is empty if a command without arguments has shown its help.
         code, message = (
             2,
             error.format_message(),
@@ -89,7 +89,7 @@ def main() -> None:
         code = 130
     except (Exception, SystemExit) as error:
         code, message = _ended(error)
-    if code == 130:  # typer turns an interrupt into this code by itself
+    if code == 130:  # typer itself may turn an interrupt into this code
         message = "interrupted"
     with suppress(OSError):
         if message:
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _ended(error: BaseException) -> tuple[Any, str]:
-    # typer's click makes one of each broken pipe, rich of that of its output
+    # click raises SystemExit for any broken pipe, rich only for its own output.
     """Return the exit code and line for the exception that ended a command; re-raise a bug."""
     if isinstance(error, SystemExit):
         if not isinstance(error.__context__, BrokenPipeError):

@@ -37,7 +37,10 @@ def show(
     *,
     explain: bool = True,
 ) -> None:
-    """Print a plan: ``result`` is its JSON with any traced memory, ``layouts`` its packed steps, fastest first."""
+    """Print a plan.
+
+    ``result`` is its JSON with any traced memory, ``layouts`` the costs of packed steps, fastest first.
+    """
     out = console()
     _verdict(out, answer, result)
     out.print()
@@ -132,6 +135,7 @@ def show_group(
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
+    """Print whether the plan fits and what would make it fit, a step's time and limit, and the longest sequence."""
     question, device = answer.question, answer.question.device
     needs, has, where = (
         result["peak_bytes"] + result["reserve_bytes"],
@@ -204,6 +208,7 @@ def _asked(out: Console, question: Question | TextQuestion, work: str) -> None:
 def _settings(
     answer: Plan, result: dict[str, Any], mesh: str
 ) -> Iterator[tuple[str, str]]:
+    """Yield the chosen settings as (name, text): mesh, batches, route, and only such memory options as are in use."""
     yield "mesh", mesh
     yield (
         "micro-batches",
@@ -285,6 +290,10 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
 def _snippets(
     out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool
 ) -> None:
+    """Print tables for run.toml, the start command and the Python call, if there is a setting that fits.
+
+    If the plan itself does not fit, they are for the longest sequence that does.
+    """
     question, setting = answer.question, answer.setting if fits else answer.longest
     if fits and layouts:
         setting = replace(layouts[0].setting, layout=layouts[0].layout)  # pyright: ignore[reportArgumentType]
@@ -315,6 +324,7 @@ def _snippets(
 
 
 def show_text(answer: TextPlan, model: str) -> None:
+    """Print a plan of generation: whether it fits, the longest prompt, mesh, memory, times, reasons and the command."""
     out, question, text, cost = console(), answer.question, answer.text, answer.cost
     has = shown_bytes(question.device.memory_bytes)
     verb = "of" if answer.fits else "needed, more than the"

@@ -23,7 +23,7 @@ from ringspan.train.metrics import StepMetrics
 _BESIDE: Final = (
     36  # characters of a line that the numbers of the step and both times take
 )
-_WIDE: Final = 140  # from which on there is room for a bar
+_WIDE: Final = 140  # least width of a terminal with room for a bar
 
 
 def quiet() -> None:
@@ -36,6 +36,7 @@ def quiet() -> None:
 
 @contextmanager
 def watched(steps: int) -> Iterator[Observer]:
+    """Yield an observer of a run that shows a bar on a terminal, and prints a line per step elsewhere."""
     out = console(stderr=True)
     hush()
     started = partial(_show_start, out)
@@ -83,7 +84,10 @@ def watched(steps: int) -> Iterator[Observer]:
 
 
 def describe(metrics: StepMetrics, width: int | None = None) -> str:
-    """Format loss, speed, its share of the matrix products' and memory in a line; as many as fit ``width``."""
+    """Format loss, speed, its share of matrix products' speed, and memory in a line.
+
+    Drop the last ones that exceed ``width``.
+    """
     parts = [
         f"loss {metrics.loss:.4f}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",

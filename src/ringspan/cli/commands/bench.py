@@ -23,10 +23,8 @@ app = typer.Typer(
     help="Measure speed and memory against one process. Close other programs first: everything here is timed.",
 )
 
-_LEAST_TOKEN_BYTES = (
-    1024  # of a step of the small models here: hidden states alone are more
-)
-# of tokens and of other sizes; what a machine's memory holds of them is checked on top
+_LEAST_TOKEN_BYTES = 1024  # least memory per token of a step of the small models: their hidden states take more
+# Largest number of tokens and other sizes; the machine's memory is checked in addition.
 _MOST = 1 << 40
 Ranks = Annotated[
     int,
@@ -77,7 +75,7 @@ def attention(
     Mask.parse(mask)  # refuse here, not in each rank
     check_heads(heads, kv_heads, head_dim)
     member_heads(heads, kv_heads, Route.parse(route, ranks).ulysses)
-    # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
+    # Each timed process holds queries, their gradients, the result and its gradient.
     check_memory(
         f"--length {length}", 4 * batch * length * heads * head_dim * DTYPE_BYTES[dtype]
     )
@@ -236,7 +234,7 @@ def step(
 def _measured(
     run: Callable[[Any], dict[str, Any]], case: object, what: str, as_json: bool
 ) -> dict[str, Any]:
-    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON and exit."""
+    """Run a benchmark after a line that announces it (a spinner would disturb it), or print its JSON and exit."""
     if as_json:
         print(json.dumps(run(case)))
         raise typer.Exit

@@ -155,6 +155,7 @@ def _clear(folder: Path) -> Path:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> None:
+    """Print losses, speed, the comparison with one process and with float64, and memory, as lines of facts."""
     first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
     worst, errors = (
         max(proof["gradients"], key=lambda row: row["relative_difference"]),

@@ -44,6 +44,7 @@ def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print versions, devices, kernels, speeds and the cluster, then what is missing or wrong, and the verdict."""
     out = console()
     has = [name for name, available in result["backends"].items() if available]
     known = [(name, version) for name, version in result["versions"].items() if version]
@@ -81,6 +82,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
+    """Print the kernels that run on this machine with what they serve, then the others, grouped by the reason."""
     running = [
         (name, _cases(kernel["serves"]))
         for name, kernel in kernels.items()
@@ -96,13 +98,14 @@ def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
 
 
 def _show_cluster(out: Any, result: dict[str, Any]) -> None:
+    """Print a row for each rank, then the ring's error, the trial run, and the block size that hides a transfer."""
     cluster = result["cluster"]
     links = {
         link["from"]: shown_bandwidth(link["bytes_per_second"])
         for link in cluster["links"]
     }
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]
-    # not of -0.3, which is -0
+    # Rounded first: -0.3 formatted without decimals would be -0.
     offsets = [
         f"{round(1e3 * offset):+d}" for offset in cluster["clock_offset_seconds"]
     ]

@@ -90,6 +90,8 @@ Page = Annotated[
 
 
 def _command(task: Task) -> Callable[..., None]:
+    """Return a task's command: all options of ``_evaluate`` except those without a meaning for the task."""
+
     def command(
         models: Models,
         lengths: Lengths = "1024,2048,4096",
@@ -111,6 +113,7 @@ def _command(task: Task) -> Callable[..., None]:
         page: Page = None,
         as_json: AsJson = False,
     ) -> None:
+        """Evaluate the task; replaced below by the task's own description, which is the command's help."""
         _evaluate(
             task.name,
             models,
@@ -295,6 +298,7 @@ def _evaluate(
     task: str, models: list[str], nproc: int | None, out: Path, picture: Path | None, page: Path | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
+    """Check a command's options, evaluate its models on ranks, and write and print the results on rank 0."""
     if len(set(models)) < len(models):
         raise ConfigError(f"{' '.join(models)}: the same model twice; name each once")
     if picture is not None:
@@ -398,6 +402,7 @@ def evaluate_ranks(
 
 @contextmanager
 def _watched(name: str) -> "Iterator[EvalObserver]":
+    """Yield an observer that shows a model's progress: a bar on a terminal, lines elsewhere."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

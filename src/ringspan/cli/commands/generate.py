@@ -148,6 +148,7 @@ def _check_prompt(
 def prompt_text(
     prompt: str | None, file: Path | None, option: str = "--prompt-file"
 ) -> str:
+    """Return the prompt from the option, a file or standard input; raise ConfigError if it is empty or not UTF-8."""
     name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
@@ -169,6 +170,10 @@ def run(
     settings: "GenerateSettings", text: Callable[[], str | None], nproc: int | None, quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":  # fmt: skip
+    """Generate or chat on ranks; return rank 0's answer, None in a chat, and True on rank 0.
+
+    Under torchrun, rank 0 reads and tokenizes the prompt for all. Otherwise it is read before ranks start.
+    """
     under_torchrun, text = is_rank(), cache(text)
     if not under_torchrun:
         if nproc is not None:
@@ -221,7 +226,7 @@ def prompt_ids(
     *,
     chats: bool = False,
 ) -> Any:
-    """Tokenize at most ``most`` tokens and check the model's room; none for a chat that has not begun."""
+    """Tokenize at most ``most`` tokens and check that they fit the model; return no ids for a chat without a prompt."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
@@ -231,7 +236,7 @@ def prompt_ids(
     tokenizer = load_tokenizer(settings.folder, config, chats=chats)
     if text is None:
         return np.array([])
-    # of the whole text, where a tokenizer may put a token of its own
+    # Only the beginning of a text gets the tokenizer's special tokens, not its continuation.
     is_beginning = settings.load_cache is None
     ids = tokenizer(text, add_special_tokens=is_beginning).input_ids[:most]
     check_ids(ids, settings, config)
@@ -275,6 +280,7 @@ def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
 
 @contextmanager
 def _watched(quiet: bool) -> "Iterator[Observer]":
+    """Yield an observer that shows progress on standard error, and writes the answer to standard output as it comes."""
     from ringspan.generate.session import Observer
 
     out = console(stderr=True)
@@ -304,7 +310,7 @@ def _watched(quiet: bool) -> "Iterator[Observer]":
         status.stop()
         say(f"ringspan: {why}")
 
-    shown = [False]  # a prompt that is read at once needs no line
+    shown = [False]  # a prompt that is read in one chunk needs no line
     status.start()
     try:
         yield Observer(status.update, read, write, asks, refused)

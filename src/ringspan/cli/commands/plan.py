@@ -82,7 +82,7 @@ CommDtype = Annotated[
 ]
 
 
-# Options of a training step without a part in a comparison of groups, and those without a part in generation.
+# Options that only a training step has: refused in a comparison of groups, and in generation.
 _OF_SEQUENCES = (
     "length", "folds", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
 )  # fmt: skip

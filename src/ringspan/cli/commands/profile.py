@@ -107,7 +107,7 @@ def command(
             f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}"
         )
     shape = model_shape(model)
-    # Here, not in each rank:
+    # Refused here once, rather than on each rank.
     if not under_torchrun:
         refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
@@ -128,6 +128,7 @@ def _show(
     out: Path,
     as_json: bool,
 ) -> None:
+    """Write the report of all ranks, and print its files with each rank's peak and waiting, or all as JSON."""
     from ringspan.report.profile_page import write_report
 
     title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.compute_dtype}"

@@ -75,6 +75,10 @@ def command(
 
 
 def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
+    """Return the measured part of the result: bytes, seconds of the whole step, its utilization, and a prediction.
+
+    The predicted step is the measured one plus waits for links, or the transfers themselves if these take longer.
+    """
     import torch
 
     from ringspan.measure.machine import describe_machine, measure_flops
@@ -112,6 +116,7 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print planned and measured bytes by category, then the times of one step."""
     from statistics import median
 
     out = console()

@@ -87,18 +87,18 @@ def run(
     else:
         with RunLock(
             Path(settings.run)
-        ) as lock:  # for its refusal: rank 0 takes it for itself
+        ) as lock:  # only to refuse a run in use; rank 0 takes the lock itself
             lock.take()
     _spare_memory()
 
     def arguments() -> "tuple[TrainConfig]":
         from ringspan.train.model import load_model_config
 
-        if not is_rank():  # where each rank would raise the same
+        if not is_rank():  # once, before ranks start that would all raise the same
             load_model_config(settings)
         return (settings,)
 
-    # who offloads would rather wait for memory than run out of it
+    # A run that offloads prefers slower allocation to running out of memory.
     thrift = settings.memory.offload != "none"
     forks = () if thrift else ("ringspan.train.loop", "torch.utils.tensorboard")
     return on_ranks(
