@@ -18,7 +18,7 @@ from ringspan.torch.transport.collectives import gather_over
 # A digest travels as words whose squares can be added up over 32,768 ranks in 64 bits.
 _WORD_BITS: Final = 16
 _NUM_WORDS: Final = 3
-_TOLD: Final = "ring_told"  # of an exception: no other rank is to be told of it
+_TOLD: Final = "ring_told"  # attribute of an exception that other ranks have been told of, or will not expect
 _REMEDIES: Final = {
     "input_ids": "every rank of a ring needs the same batch: sampler=rs.sampler(dataset, mesh), or rs.loader(dataset, "
     "mesh); torch's DistributedSampler must be given num_replicas={replicate} and rank=mesh['replicate']"
@@ -33,8 +33,8 @@ _REMEDIES: Final = {
 class Call:
     """One rank's part of a collective call.
 
-    Facts that must be equal on all ranks or in a ring; ``targets`` to sum over all ranks; an ``error`` for all to
-    raise; words, ``said``, for ``hear_all``.
+    ``alike_in_ring`` are facts that must be equal in each ring; the other facts must be equal on all ranks. ``targets``
+    are summed over all ranks, an ``error`` is raised on all, and ``hear_all`` returns what each rank ``said``.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Call:
 def preparing(
     mesh: DeviceMesh, name: str, *, between_replicas: bool = True
 ) -> Iterator[None]:
-    """Guard preparations and user code: others hear of an error at their next call."""
+    """Guard preparations and user code: an error is also raised on the other ranks, at their next call."""
     try:
         yield
     except (
@@ -64,7 +64,7 @@ def preparing(
 def meeting(
     mesh: DeviceMesh, name: str, *, between_replicas: bool = True
 ) -> Iterator[Call]:
-    """Prepare a call, then ``check_call``; an error here is raised on all."""
+    """Yield a call to fill in, then ``check_call`` it; an error in the block is raised on all ranks."""
     call = Call(name)
     try:
         yield call
@@ -77,7 +77,7 @@ def meeting(
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """Guard joint computation: the others wait for a message other than ``preparing`` sends."""
+    """Guard joint computation: an error is told to no rank, since the others wait for other messages."""
     try:
         yield
     except Exception as error:
@@ -109,6 +109,12 @@ def hear_all(
 def _meet(
     mesh: DeviceMesh, call: Call, *, between_replicas: bool
 ) -> tuple[int, list["_Told"]]:
+    """Return the sum of targets and, if anything differs, all ranks' calls; raise what ``check_call`` does.
+
+    An ordinary call costs one small sum per axis of the mesh: the number of ranks, how many are without error, the
+    targets, and words of digests with their squares, which show whether all ranks have the same. Only on a difference
+    are the calls themselves exchanged.
+    """
     names, everywhere, in_ring = (
         _words(thing)
         for thing in (call.name, (call.alike, call.said), call.alike_in_ring)
@@ -120,13 +126,14 @@ def _meet(
         call.targets,
         *_with_squares(names + everywhere + in_ring),
     ]
-    if "tp" in (mesh.mesh_dim_names or ()):  # whose ranks have the same targets
+    # Ranks of the axis tp have the same targets, which count once.
+    if "tp" in (mesh.mesh_dim_names or ()):
         mine[2] = call.targets if mesh.get_local_rank("tp") == 0 else 0
     sums = mine
     for axis in ("tp", "ring"):
         sums = _sum(mesh, axis, sums)
     num_in_ring = sums[0]
-    # Of each ring one digest goes on to the other replicas: whether its ranks are alike.
+    # Rings may differ in this digest, so other replicas only learn whether it is equal within each ring.
     is_ring_alike = _are_alike(num_in_ring, sums[-2 * _NUM_WORDS :])
     sums = [*sums[: -2 * _NUM_WORDS], num_in_ring if is_ring_alike else 0]
     ranks, fine, targets, *digests, alike_in_rings = (
@@ -184,7 +191,7 @@ class _Told(NamedTuple):
 
 def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
     replica = mesh.get_local_rank("replicate")
-    # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
+    # Whole values are sent only now that something is wrong; an ordinary call costs a few numbers.
     told = Call(
         call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said
     )
@@ -195,10 +202,12 @@ def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
 
 
 def _wrong(told: list[_Told], call: Call) -> Exception | None:
-    # First of all: a rank that has failed comes to no other call.
+    """Return the error that all ranks raise, or None: a rank's own error, else different calls, else different facts.
+
+    In that order, since a rank that failed makes no other call, and facts of different calls cannot be compared.
+    """
     if failed := [one.call.error for one in told if one.call.error is not None]:
         return call.error or failed[0]
-    # Of ranks in different calls nothing else can be compared.
     if len({one.call.name for one in told}) > 1:
         doing = _by_rank((one.rank, one.call.name) for one in told)
         return PeerMismatch(
@@ -217,6 +226,7 @@ def _wrong(told: list[_Told], call: Call) -> Exception | None:
 def _differences(
     told: list[_Told], *, of_ring: bool = False, replicate: int = 1
 ) -> Iterator[PeerMismatch]:
+    """Yield an error for each fact that differs between ranks, with the ranks of each value and the known remedies."""
     facts = [one.call.alike_in_ring if of_ring else one.call.alike for one in told]
     for name in dict.fromkeys(name for each in facts for name in each):
         values = [each.get(name) for each in facts]
@@ -247,7 +257,7 @@ def _portable(error: Exception | None) -> Exception | None:
     if error is None:
         return None
     if isinstance(error, RingspanError):
-        # A new one: an exception of another process may hold what cannot be pickled.
+        # A new exception, since the original may hold objects that cannot be pickled.
         return type(error)(str(error))
     return PeerMismatch(
         f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"

@@ -61,7 +61,7 @@ def check_fixed(model: RingModel) -> None:
     for path, module in model.named_modules():
         if module._parameters:
             found[module] = dict.fromkeys(module._parameters)
-            # first: a new module's parameters are not split either
+            # Found before a changed structure is: parameters of a new module are not split either.
             problems += _problems(path, module._parameters, copies)
     if found != model.ring_structure:
         raise UnsupportedError(
@@ -97,9 +97,9 @@ def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterat
 
 
 class Weights:
-    """Parameters of a pass, which are to be the same in its backward pass.
+    """Parameters of a forward pass, which must be unchanged in its backward pass.
 
-    Backward gathers them again, and computes layers again with them: autograd, which saves neither, cannot tell.
+    Backward gathers them again and recomputes layers with them. Autograd saves neither, so it cannot detect a change.
     """
 
     def __init__(self, model: RingModel) -> None:
@@ -122,6 +122,10 @@ class Weights:
         return output
 
     def _begin_backward(self) -> None:
+        """Raise UnsupportedError if a parameter has changed since forward; warn of evaluation mode once.
+
+        Copies that FSDP kept since forward get the shards' ``requires_grad``, which may have changed meanwhile.
+        """
         now = self._versions()
         if now != self._before:
             pairs = zip(self._shards, self._before, now, strict=True)
@@ -141,7 +145,6 @@ class Weights:
         if self._is_evaluated and not self._model.ring_said_evaluation:
             self._model.ring_said_evaluation = True
             _warn_of_evaluation(self._model)
-        # Copies that FSDP has kept whole since the forward pass know of nothing that was frozen meanwhile.
         for (parameters, name), shard in zip(self._places, self._shards, strict=True):
             held = parameters.get(name)
             if (
@@ -152,7 +155,7 @@ class Weights:
                 held.requires_grad_(shard.requires_grad)
 
     def _versions(self) -> list[tuple[int, int] | None]:
-        # Optimizers write to a parameter, which counts for itself, and others to its shard.
+        # Optimizers write to a parameter and others to its shard; each has a version counter.
         return [
             None
             if each is None
@@ -330,7 +333,7 @@ def refuse_own_calls(model: nn.Module, decoder: str) -> None:
 
 
 class _Part(Mixin):
-    # nor is it computed again in backward
+    # Allowed in a pass, and in backward, which recomputes parts.
     def __call__(self: Any, *args: object, **kwargs: object) -> object:
         if not _passes and torch._C._current_graph_task_id() == -1:
             raise UnsupportedError(

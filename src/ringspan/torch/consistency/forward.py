@@ -45,7 +45,7 @@ _DIGESTS: Final = (
 
 @contextmanager
 def in_pass(model: RingModel, name: str) -> Iterator[None]:
-    """Guard a model's call; inference mode becomes no_grad, for later steps with its weights."""
+    """Guard a model's call; inference mode becomes no_grad, so that later steps can train its weights."""
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
@@ -67,7 +67,10 @@ def recovering(model: RingModel) -> Iterator[None]:
 def agreeing(
     model: RingModel, arguments: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """Trust the masks of checked arguments, whose documents ranks have compared; not masks of images."""
+    """Skip comparing masks in this pass, since ranks have compared the documents.
+
+    Masks of images are still compared.
+    """
     return (
         nullcontext()
         if arguments.get("media") is not None
@@ -82,12 +85,12 @@ def check_forward(
     check_others: Callable[[dict[str, Any]], Any],
     name: str,
 ) -> dict[str, Any]:
-    """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with the batch's targets and length."""
+    """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with target count and length."""
     with meeting(model.ring_mesh, name) as facts:
         arguments = {
             name: value for name, value in bind().arguments.items() if name != "self"
         }
-        # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
+        # These are in ``forward``'s signature for tools that read it, but are not supported either.
         others = {
             name: arguments.pop(name)
             for name in ("labels", "attention_mask")
@@ -95,7 +98,9 @@ def check_forward(
         }
         others |= arguments.pop("kwargs", {})
         try:
-            check_fixed(model)  # before the copies in place of shards are shards again
+            check_fixed(
+                model
+            )  # before ``settle`` puts shards in the place of gathered copies
         finally:
             settle(model)
         check_others(others)
@@ -167,6 +172,10 @@ def _digest(content: bytes) -> str:
 
 
 def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that must be equal on all ranks of a ring, each under the name that an error shows.
+
+    The batch itself is compared by its digest, one number for each input in ``_DIGESTS``.
+    """
     batch_size, length = arguments["input_ids"].shape
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
     lengths = arguments.get("document_lengths")
@@ -198,6 +207,10 @@ def _check_batch(
     sequence_length: int | Tensor | None = None, layout_digest: Tensor | None = None, media: Media | None = None,
     **_: object,
 ) -> None:  # fmt: skip
+    """Raise UnsupportedError or LayoutError if this rank's part of the batch does not fit the model.
+
+    Checks that inputs are there, the layout and positions, vocabularies, images, padding, and the length.
+    """
     if input_ids is None or position_ids is None:
         raise UnsupportedError(
             "input_ids and position_ids are needed; make the batch with rs.shard_batch"
@@ -223,7 +236,7 @@ def _check_batch(
     )
     inputs, labels = model.ring_vocabularies
     longest = split.shared.length if sequence_length is None else int(sequence_length)
-    # Where the longest is a whole row, positions may count over rows, as behind padding on the left.
+    # If the longest document is a whole row, positions may count over rows, as they do after padding on the left.
     is_whole = document_lengths is not None and longest == int(
         ends_of(document_lengths).max()
     )
@@ -258,6 +271,10 @@ def _check_layout(
     split: BatchLayout,
     counted: Sequence[Tensor | None],
 ) -> None:
+    """Raise LayoutError unless the positions are those that ``shard_batch`` makes for this layout and rank.
+
+    ``counted`` are the document lengths that positions may restart with: the batch's own, and if allowed, none.
+    """
     layout, name, rank = (
         split.shared,
         model.ring_layout,

@@ -1,7 +1,7 @@
 """Missing ranks in a user's own loop, which may take any time between two calls.
 
-Without a watchdog, ranks whose exchange failed leave a word in torch's store and print who left none. With one
-(``parallelize(watchdog=True)``), all learn who is missing shortly before the process group's time-out, and end.
+Without a watchdog, ranks whose exchange failed leave a message in torch's store and print which ranks left none. With
+one (``parallelize(watchdog=True)``), all learn who is missing shortly before the process group's time-out, and end.
 """
 
 import atexit
@@ -25,14 +25,14 @@ from ringspan.torch.runtime.mesh import timeout_seconds
 
 _OUTSIDE: Final = "outside of ringspan"
 _ANY_TIME: Final = float("inf")
-_LEAVING_SECONDS: Final = 5.0  # that a call waits for a rank whose process has ended
-_WORD_SECONDS: Final = 3.0  # in which ranks hear of an exchange that failed
+_LEAVING_SECONDS: Final = 5.0  # wait of a call for a rank whose process has ended
+_WORD_SECONDS: Final = 3.0  # wait for other ranks to notice a failed exchange
 _WORD: Final = "ringspan/failed exchange of rank"
 
 
 class LoopWatch:
     def __init__(self, mesh: DeviceMesh) -> None:
-        # Before the process group's own time-out, which would end the ranks without saying who is missing.
+        # Shorter than the process group's time-out, which would end the ranks without naming the missing one.
         self.patience_seconds = 0.8 * timeout_seconds(
             mesh.get_group("ring"), torch.device(mesh.device_type)
         )
@@ -41,7 +41,7 @@ class LoopWatch:
         self._watchdog = Watchdog(limits, None, leaving_seconds=_LEAVING_SECONDS)
         self._num_passes = 0
         self._watchdog.__enter__()
-        # There is no call by which a loop of somebody else's says that it is over.
+        # A user's loop makes no call when it is over.
         atexit.register(self._leave)
 
     @contextmanager
@@ -50,7 +50,7 @@ class LoopWatch:
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:
             yield
-        # how an exchange with a rank that is gone fails: let it be named
+        # An exchange with a lost rank fails like this: wait for the verdict that names it.
         except RuntimeError:
             self._watchdog.await_verdict()
             raise
@@ -63,7 +63,7 @@ class LoopWatch:
 
     def _begin_backward(self, gradient: Tensor) -> None:
         self._watchdog.be(self._num_passes, "a backward pass", self.patience_seconds)
-        # As FSDP2 finds the end of a backward pass; autograd has no public way.
+        # FSDP2 finds the end of a backward pass this way too; autograd has no public one.
         torch.autograd.Variable._execution_engine.queue_callback(self._outside)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _outside(self) -> None:
@@ -81,7 +81,7 @@ def watch_loop(mesh: DeviceMesh) -> None:
     """Start watching all ranks of the world, once per process; all ranks call it."""
     global _watch
     group = mesh.get_group("ring")
-    # A mesh over a part of the world would take ranks for missing that have nothing to do with it.
+    # On a mesh over part of the world, ranks outside of it would seem missing.
     if (
         _watch is None
         and 1 < dist.get_world_size() == mesh.size()
@@ -105,15 +105,15 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
 
 @cache
 def say_at_the_end() -> None:
-    """Print who is missing also when an exchange outside of all calls ends the process; once per process.
+    """Print who is missing also if an exchange outside of all calls ends the process; once per process.
 
-    FSDP and the ring send in backward, which autograd runs for a loop.
+    FSDP and the ring exchange messages in backward, which the user's loop starts.
     """
     atexit.register(_say_of_last)
 
 
 def _say_of_last() -> None:
-    # what ended the process, as the interpreter leaves it
+    # The interpreter leaves the exception that ended the process here.
     error = getattr(sys, "last_value", None)
     if error is not None and _watch is None:
         functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
@@ -124,17 +124,17 @@ def _say_of_last() -> None:
 
 
 def _say_once(error: BaseException, call: str) -> None:
-    # gloo's have no class of their own
+    # gloo's errors have no class of their own.
     is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)
     if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
         vars(error)["ring_said"] = (
-            True  # of calls inside of calls, the innermost says it
+            True  # in nested calls, only the innermost reports the error
         )
         _say_who_is_missing(call)
 
 
 def _say_who_is_missing(call: str) -> None:
-    """Print the ranks that leave no word in the store: gone, or busy with something else."""
+    """Print the ranks that leave no message in the store: they are gone, or busy with something else."""
     rank, others = (
         dist.get_rank(),
         [other for other in range(dist.get_world_size()) if other != dist.get_rank()],
@@ -147,7 +147,8 @@ def _say_who_is_missing(call: str) -> None:
             str(other) for other in others if not store.check([f"{_WORD} {other}"])
         ]
     except RuntimeError:
-        missing = ["0"]  # which held the store
+        # Rank 0 held the store.
+        missing = ["0"]
     who = f"no word from rank {few(missing)}" if missing else "all ranks are there"
     print(
         f"ringspan: rank {rank} lost an exchange in {call}; {who}",
@@ -157,7 +158,7 @@ def _say_who_is_missing(call: str) -> None:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """Return the loss, whose backward is a call before FSDP's hooks, also for ``DTensor`` gradients."""
+    """Return the loss with a hook that the watchdog sees before FSDP's; it also makes ``DTensor`` gradients plain."""
     if loss.requires_grad:
         loss.register_hook(
             lambda gradient: (

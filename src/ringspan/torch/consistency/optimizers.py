@@ -44,7 +44,11 @@ def num_steps(model: nn.Module) -> int:
 
 
 def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # Once for each optimizer: the search goes through all parameters of all models.
+    """Count a step of an optimizer for each model that it updates, with its settings, for the next pass to compare.
+
+    An optimizer that works on local shards gets them for this step.
+    """
+    # Searched once per optimizer, because it goes through all parameters of all models.
     if optimizer not in _owners:
         _owners[optimizer] = _find_owners(optimizer)
     for model in _owners[optimizer]:
@@ -72,7 +76,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: object) -> None:
 
 
 def _describe(optimizer: Optimizer) -> str:
-    # By place in the model, since addresses differ between processes.
+    # Parameters are named by their place in the model, since addresses differ between processes.
     places = {
         id(parameter): place
         for model in _models

@@ -1,11 +1,11 @@
-"""Detection of dead and stalled ranks: a thread per rank reports to rank 0, which tells all.
+"""Detection of dead and stalled ranks: a thread per rank reports to rank 0, which judges and tells all.
 
-A connection that closes without a farewell names a dead rank at once; gloo and NCCL report an address, or nothing for
-half an hour. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped, cut
-off) are named first, else the least progress. Other activities, such as saving, have patience unless silent. Every rank
-then prints a line, dumps its stacks into the run's folder and ends with a documented exit code, since a thread cannot
-unblock a collective; a silent rank of the same machine is killed. JSON lines over TCP on the process group's network,
-as trusted as it is; a token keeps strangers apart.
+A connection that closes without a farewell names a dead rank at once, while gloo and NCCL report an address, or nothing
+for half an hour. A rank whose step and exchanges stand still for ten median steps is stalled: silent ranks (stopped,
+cut off) are named first, else those with the least progress. Other activities, such as saving, may take longer unless
+the rank is silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented
+exit code, since a thread cannot unblock a collective; a silent rank of the same machine is killed. Messages are JSON
+lines over TCP on the process group's network, as trusted as that is; a token keeps strangers apart.
 """
 
 import faulthandler
@@ -43,7 +43,7 @@ from ringspan.torch.transport.exchange import COUNTERS
 
 @dataclass
 class Place:
-    # beats of its main thread and posted exchanges; a working rank raises them
+    # Beats of its main thread and posted exchanges, which grow while a rank works.
     count: tuple[int, int] = (
         0,
         0,
@@ -57,6 +57,7 @@ class Place:
     heard: float = field(default_factory=time.monotonic)
 
     def hear(self, message: dict[str, Any]) -> None:
+        """Take over a rank's report; ``changed`` is the time of its last progress, ``heard`` of its last report."""
         self.heard = time.monotonic()
         count = int(message["count"][0]), int(message["count"][1])
         if count != self.count:
@@ -79,7 +80,9 @@ _MEASURED_STEPS: Final = 3
 _VERDICT_SECONDS: Final = (
     2.0  # how long a failed exchange waits to hear whose fault it was
 )
-_PAUSE_SECONDS: Final = 1.0  # that a busy machine may keep the watching thread waiting
+_PAUSE_SECONDS: Final = (
+    1.0  # delay of the watching thread that is normal on a busy machine
+)
 _MAX_LINE_BYTES: Final = 1 << 16
 
 
@@ -113,7 +116,10 @@ class Watchdog:
         *,
         leaving_seconds: float = float("inf"),
     ) -> None:
-        """Write stacks to stderr without a ``folder``; name a departed rank awaited for ``leaving_seconds``."""
+        """Write stacks to stderr if there is no ``folder``.
+
+        Name a rank that left once others wait ``leaving_seconds`` for it.
+        """
         self._config, self._folder, self._end, self._leaving_seconds = (
             config,
             folder,
@@ -121,7 +127,7 @@ class Watchdog:
             leaving_seconds,
         )
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        # Fewer words a second from each where there are many.
+        # Many ranks report less often, so that rank 0 can keep up.
         self._interval = max(0.2, self._num_ranks / 100)
         self._beats, self._step, self._doing = 0, 0, "starting"
         self._patience_seconds = config.patience_seconds
@@ -133,7 +139,7 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         self._farewell: dict[str, Any] = {"bye": None}
-        self._is_refused = False  # by another rank, which says why
+        self._is_refused = False  # True once another rank has raised a refusal, which it reports itself
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._machine = _machine()
@@ -154,12 +160,12 @@ class Watchdog:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        # how an exchange with a lost peer fails: let its rank be named
+        # An exchange with a lost peer fails with RuntimeError: wait for the verdict that names it.
         """Say farewell; tell the others of a failure of only this rank, not of a shared refusal."""
         if isinstance(error, RuntimeError):
             self.await_verdict()
-        # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
-        # cannot be written the launcher tells, and ends the others. Their exchanges with this rank fail until it does.
+        # The library's own errors are raised on all ranks, so no rank needs to be told. Unwritable output
+        # is reported by the launcher, which ends the other ranks; until then, their exchanges with this rank fail.
         is_refusal = isinstance(error, RingspanError) or (
             error is not None and is_launched() and refusal(error)
         )
@@ -184,7 +190,7 @@ class Watchdog:
             self._seconds.append(now - self._started)
         self._started, self._step, self._doing = now, step, "step"
         self._patience_seconds = self._config.patience_seconds
-        # By the median: a few steps, such as those that save, take longer and are no stall.
+        # A median, since a few steps, such as those that save, take longer without being stalled.
         if len(self._seconds) >= _MEASURED_STEPS:
             median = statistics.median(self._seconds)
             self._patience_seconds = max(
@@ -215,12 +221,16 @@ class Watchdog:
         self._beats += 1
 
     def _meet(self) -> None:
+        """Open rank 0's port, broadcast its address with a token, and connect all other ranks to it.
+
+        If any rank cannot connect, raise ConfigError on all of them.
+        """
         answer: list[Any] = [None]
         server = None
         if self._rank == 0:
             try:
                 server = _listen()
-                # With a token, since anybody on the network can connect to a port.
+                # A token, since any process on the network can connect to the port.
                 answer = [(*server.getsockname()[:2], secrets.token_hex(16))]
             except OSError as error:
                 answer = [
@@ -235,7 +245,7 @@ class Watchdog:
             self._selector.register(server, selectors.EVENT_READ, "server")
             self._server = server
         failure = self._connect(host, port) if server is None else None
-        # No rank goes on before all are connected: one that leaves at once is dead to those who come later.
+        # No rank continues before all are connected: one that ended at once would seem dead to later ones.
         failures: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(failures, failure)
         if reason := next(filter(None, failures), None):
@@ -266,12 +276,13 @@ class Watchdog:
         self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _accept(self) -> None:
-        """Accept all connections that wait for it."""
+        """Accept all pending connections."""
         with suppress(BlockingIOError):
             while True:
                 self._add(_Link(self._server.accept()[0]))
 
     def _watch(self) -> None:
+        """Receive, report and judge in turn until the watchdog is closed, then say farewell; runs in its own thread."""
         told, looked = 0.0, time.monotonic()
         while not self._closing.is_set():
             for key, _ in self._selector.select(self._interval):
@@ -280,7 +291,7 @@ class Watchdog:
                 elif isinstance(key.data, _Link):
                     self._receive(key.data)
             now = time.monotonic()
-            # Time in which this thread did not run, as in a job that was stopped and continued, is nobody's silence.
+            # Time in which this thread itself did not run, as in a stopped job, does not count as other ranks' silence.
             missed, looked = (
                 max(0.0, now - looked - self._interval - _PAUSE_SECONDS),
                 now,
@@ -295,8 +306,8 @@ class Watchdog:
                 self._tell()
                 self._judge(now)
         if self._rank == 0:
-            self._accept()  # those that this thread had no time for would take a rank that leaves for a dead one
-        self._tell()  # where it has come to
+            self._accept()  # a pending rank that got no farewell would take this one for dead
+        self._tell()  # the last progress of this rank
         for link in self._links:
             self._send(link, self._farewell)
         if self._rank == 0:
@@ -318,17 +329,17 @@ class Watchdog:
             self._send(link, message)
 
     def _send(self, link: _Link, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # whether the other side is gone is found by receiving
+        with suppress(OSError):  # a lost connection is noticed when receiving
             link.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _receive(self, link: _Link) -> None:
+        """Read from a connection and handle its complete lines; a closed one without farewell is a dead rank."""
         try:
             data = link.socket.recv(_MAX_LINE_BYTES)
         except OSError:
             data = b""
         if not data:
             self._drop(link)
-            # A socket that closes without a farewell is a process that ended without a chance to say so.
             if link.rank is not None and not link.farewell:
                 self._lost(link.rank, "died")
             return
@@ -339,7 +350,7 @@ class Watchdog:
         for line in lines:
             try:
                 self._hear(link, json.loads(line))
-            # not one of us
+            # The other side does not speak this protocol.
             except (
                 ValueError,
                 KeyError,
@@ -351,6 +362,7 @@ class Watchdog:
                 return
 
     def _hear(self, link: _Link, message: dict[str, Any]) -> None:
+        """Handle a message: an introduction by token, a farewell, a refusal, a verdict, or a report of progress."""
         if link.rank is None:
             rank = int(message["rank"])
             if message["token"] != self._token or not 0 < rank < self._num_ranks:
@@ -373,7 +385,7 @@ class Watchdog:
             self._places[link.rank].hear(message)
 
     def _hear_of_refusal(self, link: _Link) -> None:
-        """Note on all ranks that one raised a refusal: the exchanges of the others then fail because of it."""
+        """Note on all ranks that one raised a refusal, so that exchanges of the others fail because of it."""
         self._is_refused = True
         if self._rank == 0:
             for other in self._links:
@@ -395,7 +407,7 @@ class Watchdog:
         )
 
     def _judge(self, now: float) -> None:
-        """Judge all ranks on rank 0, elsewhere only whether rank 0 is heard."""
+        """Conclude that ranks are stalled or have left, if so; rank 0 judges all ranks, the others only rank 0."""
         for rank, left in self._left.items():
             quiet = [
                 p
@@ -431,12 +443,12 @@ class Watchdog:
         if silent:
             missing, how = silent, "silent, stopped or cut off"
             for place in silent.values():
-                # A stopped process neither ends nor frees its GPU by itself, and its launcher would wait for it.
+                # A stopped process does not end or free its GPU, and its launcher would wait for it.
                 if place.process is not None and place.process[0] == self._machine:
                     with suppress(OSError):
                         os.kill(place.process[1], signal.SIGKILL)
         elif self._rank == 0:
-            # All wait for somebody; who has done least is whom they wait for.
+            # All ranks wait, and the one with the least progress is what they wait for.
             first = min(place.count for place in places.values())
             missing = {r: p for r, p in places.items() if p.count == first}
             how = (
@@ -460,6 +472,7 @@ class Watchdog:
         self._finish(verdict, code)
 
     def _finish(self, verdict: str, code: int) -> None:
+        """Print the verdict, dump the stacks of all threads to the folder or stderr, and end with the exit code."""
         here = Place(step=self._step, hop=COUNTERS.hop, doing=self._doing)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"
@@ -481,13 +494,13 @@ class Watchdog:
 
 
 def _machine() -> str:
-    """Return boot id and pid namespace, equal if processes can signal each other."""
+    """Return an identity of the machine: boot id and pid namespace, equal if processes can signal each other."""
     try:
         return Path(
             "/proc/sys/kernel/random/boot_id"
         ).read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        return secrets.token_hex(16)  # shared with nobody
+        return secrets.token_hex(16)  # equal to no other rank's
 
 
 def _listen() -> socket.socket:

@@ -41,13 +41,13 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
         buffers = (
             (name, x) for name, x in model.named_buffers() if x.is_floating_point()
         )
-        # limits may be infinite
+        # A buffer may hold an infinite limit on purpose.
         refuse_not_finite((name, x.masked_fill(x.isinf(), 0)) for name, x in buffers)
 
 
 @torch.no_grad()
 def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy the first rank's values in place where ranks differ (by seeds); collective."""
+    """Copy the first rank's values into tensors that differ between ranks, as with different seeds; collective."""
     if mesh.size() == 1 or dist.get_backend(mesh.get_group("ring")) == "fake":
         return
     digests = {
@@ -79,7 +79,7 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of packed weights, which can be compared and copied into."""
+    """Yield parameters, packed ones as plain parts that can be compared and copied into, then buffers."""
     for name, parameter in model.named_parameters():
         yield from plain_parts(name, parameter)
     yield from model.named_buffers()
