@@ -1,6 +1,6 @@
 """Current sequence and recorded results for layers with a state."""
 
-# A layer's code hands only tensors on, so layouts and documents are context, also while backward recomputes it.
+# A layer's code passes only tensors on, so layouts and documents are context, also while backward recomputes it.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,11 +74,9 @@ class SequencePass:
     record: Record | None = field(default=None, compare=False)
     before: Before | None = field(default=None, compare=False)
     fold: Any = field(default=None, compare=False)
-    """Whose turn it is (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
+    """The current fold (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
     index_loss: IndexLoss | None = field(default=None, compare=False)
-    is_part: bool = (
-        False  # of a longer one, of which an index may not choose all tokens
-    )
+    is_part: bool = False  # part of a longer sequence: an index may not choose its keys without the rest
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
         """Yield the sequences that share a layout."""
@@ -96,7 +94,7 @@ _calls: ContextVar[Iterator[Hashable]] = ContextVar("calls")
 
 
 def begin_calls(module: Hashable, _: object = None) -> None:
-    """Name the calls that follow after a module and their number in its forward pass; a hook before it."""
+    """Name the following calls after a module and their number in its forward pass; a hook that runs before it."""
     _calls.set((module, number) for number in count())
 
 
@@ -123,9 +121,9 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
 def carried(
     checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool
 ) -> Callable[..., Any]:
-    """Wrap a layer's checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states.
+    """Wrap a layer's checkpoint function so that recomputation belongs to its original pass.
 
-    ``switches``: of the layer.
+    With ``keeps``, recomputation reuses recorded states. ``switches`` are the layer's.
     """
 
     def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:

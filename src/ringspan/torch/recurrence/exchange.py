@@ -43,7 +43,7 @@ class Entry:
         )
 
     def read(self) -> Tensor | None:
-        """Return what the fold begins with, 0 for what is of another document; None in the first one."""
+        """Return the state that the fold begins with, zero for inputs of another document; None in the first fold."""
         if not self.fold.number:
             return None
         [state] = self.fold.folds.states.get(self.call, self.fold.number - 1)
@@ -126,6 +126,12 @@ def scan(
     is_matrix: bool,
     reverse: bool,
 ) -> Tensor:
+    """Compute ``scan_states`` on one rank: in each round, send prefixes of spans and compose those that arrive.
+
+    A prefix is the map ``S -> A S + B`` of some spans up to one: its B is in ``prefixes``, its A in ``prefix_maps``.
+    Composing applies the later map to the earlier one: ``A_2 (A_1 S + B_1) + B_2``. ``taken`` are the states (n, B,
+    ...) that local spans begin with; in ``reverse``, gradients of the states that they end with.
+    """
     mine = plan.mine(rank)
     if reverse and is_matrix:
         maps = maps.mT
@@ -158,7 +164,7 @@ def scan(
         transfer, pending = transport.post(sends, receives, 2 * number + reverse)
         transfer.wait()
         received = iter(pending)
-        # Only now: what was sent is from before this round.
+        # Composed after the transfer, since the prefixes sent are from before this round.
         for message, parts, target in arrivals:
             if parts is None:
                 parts = [next(received).read() for _ in range(1 + message.has_map)]
@@ -169,7 +175,8 @@ def scan(
             if message.composes:
                 own = prefix_maps[target]
                 prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
-                if message.has_map:  # a whole prefix's map is not asked for again, but to add another branch's gradient
+                # The map of a complete prefix is needed again only to add another branch's gradient.
+                if message.has_map:
                     prefix_maps[target] = applied(own, parts[1], is_matrix)
     return torch.stack(
         [
@@ -262,7 +269,7 @@ def lend(
     transfer.wait()
     received = iter(pending)
     for place, part in arrivals:
-        # an input may be in several halos
+        # An input may be in several halos, so gradients add up.
         place += next(received).read() if part is None else part
     return made
 

@@ -134,7 +134,8 @@ class TreePlan(Plan):
 
 @lru_cache(maxsize=64)
 def plan_of(layout: Layout, starts: tuple[Starts, ...]) -> Plan:
-    if isinstance(starts[0], Tree):  # of the one sequence
+    # A batch with a tree has a single sequence.
+    if isinstance(starts[0], Tree):
         return TreePlan(layout, starts[0])
     return Plan(layout, tuple(row for row in starts if not isinstance(row, Tree)))
 

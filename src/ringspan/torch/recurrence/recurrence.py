@@ -26,13 +26,13 @@ from ringspan.torch.recurrence.exchange import (
 from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
 from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
 
-# Functions that were seen to take states and to give them.
+# Functions that have been tried and do take and return states.
 _STATEFUL: Final[set[Function]] = set()
 
 
 def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> None:
     """Raise UnsupportedError on every rank for a function that ignores its initial state or returns no final one."""
-    # transformers silently drops arguments that a kernel library lacks: each function is tried once, on one token.
+    # transformers drops arguments that a kernel library lacks without a word, so each function is tried on one token.
     part = dict(arguments)
     if function in _STATEFUL or any(isinstance(x, FakeTensor) for x in part.values()):
         return
@@ -40,7 +40,7 @@ def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> No
         if isinstance(part.get(name), Tensor):
             part[name] = part[name][:1].narrow(dim, 0, 1)
     first = part[next(iter(rule.dims))]
-    # So large that the strongest decay leaves something of it.
+    # So large that even the strongest decay leaves a visible part.
     large = torch.full(
         rule.shapes(part)[1], 1e20, dtype=state_dtype(first.dtype), device=first.device
     )
@@ -68,7 +68,10 @@ def recurrence(
     arguments: Mapping[str, Any],
     sequences: SequencePass,
 ) -> Tensor:
-    """Compute ``function(**arguments)`` of the whole sequence, per document, of local tokens; differentiable."""
+    """Compute ``function(**arguments)`` on the whole sequence, each document separately, for local tokens.
+
+    Differentiable.
+    """
     parts = sequences.of_rows()
     if len(parts) > 1:
         return _joined(
@@ -87,7 +90,7 @@ def recurrence(
     refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     entry = Entry.of(job.plan, sequences)
-    # a checkpoint lets go of saved tensors alone
+    # A checkpoint frees only saved tensors, so the job does not hold them.
     job = replace(job, arguments=job.arguments | dict.fromkeys(names))
     return _Recurrence.apply(
         job, names, sequences.record, entry, *(arguments[name] for name in names)
@@ -102,7 +105,7 @@ def resumed(
     sequences: SequencePass,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``recurrence`` from an initial state, with the final state, both on every rank; not differentiable."""
+    """Return ``recurrence`` from an initial state and the final state, both equal on every rank; not differentiable."""
     job = _Job.of(rule, function, arguments, sequences)
     refuse_stateless(rule, function, job.arguments)
     with torch.no_grad():
@@ -145,6 +148,11 @@ class _Job:
     def run(
         self, arguments: Arguments, number: int, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the final state of a span that begins with ``state``, or zero for None.
+
+        Each document in the span is computed by itself; only one that continues from the span before begins with
+        ``state``.
+        """
         outs: list[Tensor] = []
         ends: list[Tensor] = []
         first = self.plan.places[0].offset if number == 0 else -1
@@ -252,6 +260,12 @@ class _Job:
         maps: Tensor,
         entry: Entry | None,
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``leaves``, given the gradient of local outputs.
+
+        Spans are computed again from their initial states ``taken``. Outputs give each state's own gradient; scanned
+        backwards through ``maps``, these give the gradients of final states; both together give the inputs' gradients.
+        With an ``entry``, gradients of the state also come from the next fold and go to the one before.
+        """
         states = [
             state.detach().requires_grad_() if self.plan.takes(number) else None
             for state, number in zip(taken, self.mine, strict=True)
@@ -318,6 +332,8 @@ class _Recurrence(torch.autograd.Function):
         entry: Entry | None,
         *tensors: Tensor,
     ) -> Tensor:
+        """Compute local outputs, or take a recorded result; save the inputs, initial states and maps for backward."""
+
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             return job.forward(job.with_tensors(names, tensors), entry)
 
@@ -331,6 +347,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return gradients of the tensors that need one, by ``_Job.backward`` under forward's autocast."""
         *tensors, taken, maps = ctx.saved_tensors
         job: _Job = ctx.job
         wanted = ctx.needs_input_grad[4:]
@@ -364,9 +381,9 @@ def convolution(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sequences: SequencePass,
     **options: object,
 ) -> Tensor:  # fmt: skip
-    """Compute a causal convolution of local tokens, each document by itself; differentiable and collective."""
-    # ``function(x, weight, bias, **options)`` computes it of consecutive tokens, zeros before the first; x (B, C, T),
-    # weight (C, K). In a pass over a cache, what it holds comes before the first token.
+    """Compute a causal convolution of local tokens, for each document separately; differentiable and collective."""
+    # ``function(x, weight, bias, **options)`` computes it for consecutive tokens, with zeros before the first; x
+    # (B, C, T), weight (C, K). In a pass over a cache, the inputs that it holds come before the first token.
     parts = sequences.of_rows()
     if len(parts) > 1:
         return _joined(
@@ -396,7 +413,7 @@ def convolution(
                 reach = plan.reach_back(number, width, starts) if piece.continues else 0
                 if reach:
                     assert halos is not None, "the span before lends it"
-                    # near the first token, what lies before it is seen too
+                    # Near the first token, fewer inputs are lent, and those before it come from a cache.
                     parts.insert(0, halos[index, rows, :, width - reach :])
                 if (
                     before is not None
@@ -417,7 +434,7 @@ def convolution(
 def _last_inputs(
     plan: Plan, mine: tuple[int, ...], width: int
 ) -> list[tuple[slice, slice]]:
-    """Locate the local ones of a fold's last ``width`` inputs, and their places among all of these."""
+    """Return slices of a fold's last ``width`` inputs: local tokens, and their places among these inputs."""
     first = plan.places[-1].end - width
     if first < plan.places[0].start:
         raise UnsupportedError(
@@ -461,7 +478,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Halo(torch.autograd.Function):
-    """Inputs and local halos; inputs pass through it so that a lending rank takes part in backward."""
+    """Inputs and local halos; the inputs pass through, so that a rank that lends takes part in backward."""
 
     @staticmethod
     def forward(

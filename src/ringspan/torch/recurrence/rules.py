@@ -20,11 +20,11 @@ class Rule(ABC):
     """One kind of layer."""
 
     positional: ClassVar[tuple[str, ...]]  # arguments with other names in kernels
-    # the token dimension of each argument with one, after the batch
+    # The dimension of tokens in each argument that has one; the batch comes first.
     dims: ClassVar[Mapping[str, int]]
     out_dim: ClassVar[int]
     states: ClassVar[tuple[str, ...]]  # arguments that request states
-    # True if A is a matrix, applied from the left, False if factors of S's entries
+    # True if A is a matrix, applied from the left; False if it has factors of S's entries.
     is_matrix: ClassVar[bool]
 
     @abstractmethod
@@ -81,7 +81,11 @@ class DeltaRule(Rule):
         )
 
     def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        # Values of zero keep what the rule makes of a state alone; begun with the identity, that is A.
+        """Return A (B, H, K, K) and B (B, H, K, V) from one run with a wider value and initial state.
+
+        The real values begin with zero and end with B. Values of zero that begin with the identity end with A, since
+        only the rule's effect on a state remains.
+        """
         (batch, heads, size, _), (*_, width) = self.shapes(arguments)
         value = arguments["value"]
         dtype = state_dtype(value.dtype)
@@ -165,6 +169,7 @@ class SelectiveScan(Rule):
     def run(
         self, function: Function, arguments: Arguments, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Run the kernel from zero, then add what ``state`` contributes to outputs and final state."""
         if state is None:
             return called(self, function, arguments, return_last_state=True)
         gate = arguments.get("z")
@@ -259,7 +264,7 @@ def lightning_attention(
         q, k, v = (
             x[:, :, start : start + block_tokens].to(dtype) for x in (query, key, value)
         )
-        # of the state before, at each token
+        # The age of the state before the block, at each of its tokens.
         ages = torch.arange(1, q.shape[2] + 1, dtype=dtype, device=q.device)
         apart = ages[:, None] - ages
         decay = (-slopes * apart).masked_fill(apart < 0, float("-inf")).exp()
