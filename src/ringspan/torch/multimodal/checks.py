@@ -42,7 +42,7 @@ def check_media(
         )
     if media is None:
         for modality in kind.modalities:
-            # 0 pads sequences
+            # A placeholder of 0 cannot be told from padding.
             counts = is_of(model, modality, tokens).sum(1)
             if placeholder(model, modality) != 0 and bool(counts.any()):
                 raise _lonely_tokens(model, modality, counts)
@@ -84,6 +84,10 @@ def _find_positions(
 def _check_prefix(
     model: RingModel, kind: Kind, media: Media, lengths: Tensor | None
 ) -> None:
+    """Raise UnsupportedError if a prefix block does not begin its document, or exceeds the layers' window.
+
+    Each document may have one block, whose tokens all see each other.
+    """
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())
@@ -111,6 +115,7 @@ def _lonely_tokens(
 
 
 def _check_modality(model: RingModel, modality: Modality, media: Media) -> None:
+    """Raise UnsupportedError if a modality's inputs and placeholder tokens do not fit each other or the model."""
     cut, name = modality.cut, modality.name
     counts = is_of(model, modality, media.tokens).sum(1)
     if cut.pixels not in media.inputs:

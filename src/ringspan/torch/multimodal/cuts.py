@@ -46,6 +46,7 @@ class Cut:
         return {name: inputs[name] for name in self.names if name in inputs}
 
     def check(self, inputs: Inputs) -> None:
+        """Raise UnsupportedError for pixels of another form, missing inputs, or unequal numbers of images."""
         if inputs[self.pixels].ndim != len(self.form.split(",")):
             raise UnsupportedError(
                 f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}"
@@ -138,6 +139,7 @@ class FramesOfGrid(Cut):
         return self.names[1]
 
     def check(self, inputs: Inputs) -> None:
+        """Raise UnsupportedError if the grids are missing, or their products do not add up to the number of patches."""
         if self.grid not in inputs:
             raise UnsupportedError(
                 f"{self.pixels} needs {self.grid} too, which the processor returns"
@@ -162,6 +164,7 @@ class FramesOfGrid(Cut):
     def check_model(
         self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
     ) -> None:
+        """Raise UnsupportedError if patches have another size, or blocks do not divide an image's grid."""
         tower, values = config.vision_config, inputs[self.pixels].shape[-1]
         side = tower.spatial_merge_size
         wanted = (
@@ -187,8 +190,9 @@ class FramesOfGrid(Cut):
         return [patches // side**2 for patches in self.costs(inputs)]
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
+        """Return the patches of frames ``units``, and grids with only these frames."""
         costs, kept = self.costs(inputs), list[list[int]]()
-        first = 0  # of the frames of a grid
+        first = 0  # index of the grid's first frame among all frames
         for frames, rows, columns in inputs[self.grid].tolist():
             inside = min(units.stop, first + frames) - max(units.start, first)
             if inside > 0:
@@ -233,6 +237,7 @@ class ImagesOfTiles(Cut):
     """LLaVA-OneVision's tiles (I, most tiles, C, H, W), sizes (I, 2), counts: only a single one is tiled."""
 
     def check(self, inputs: Inputs) -> None:
+        """Raise UnsupportedError for pixels of another form, missing sizes, or counts that do not fit."""
         pixels = inputs[self.pixels]
         sizes = inputs.get("image_sizes")
         if pixels.ndim != 5 or sizes is None or len(sizes) != len(pixels):
@@ -254,6 +259,7 @@ class ImagesOfTiles(Cut):
     def check_model(
         self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]
     ) -> None:
+        """Raise UnsupportedError if the only image of a group has more tiles than its pixels hold."""
         super().check_model(inputs, config, counts)
         tiles, images = inputs[self.pixels].shape[1], self._groups(inputs)
         is_only = [count == 1 for count in images for _ in range(count)]
@@ -264,7 +270,7 @@ class ImagesOfTiles(Cut):
                 size, config.image_grid_pinpoints, config.vision_config.image_size
             )
             if wanted > tiles:
-                # one unit each, or nobody can tell whose each is
+                # An image's example is known only if each example with images has one group.
                 with_images = [min(number, 1) for number in counts]
                 unit = sum(end <= image for end in accumulate(images))
                 whose = (
@@ -310,7 +316,7 @@ class FramesOfVideos(Cut):
         self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range
     ) -> list[Tensor]:
         frames = inputs[self.pixels].shape[1]
-        # Each frame went through as a video of its own; the break stays behind the last one.
+        # Each frame was encoded as a video by itself; only the last one keeps the break after it.
         return [
             row if (unit + 1) % frames == 0 else row[:-1]
             for unit, row in zip(units, made, strict=True)
@@ -356,5 +362,5 @@ class PartsOfSound(WindowsOfSound):
     def tokens(self, inputs: Inputs, config: PreTrainedConfig) -> list[int] | None:
         halved = (
             inputs[self.names[1]].sum(-1) - 1
-        ) // 2 + 1  # by a convolution, then by a pooling
+        ) // 2 + 1  # halved by a convolution, then by pooling
         return ((halved - 2) // 2 + 1).tolist()

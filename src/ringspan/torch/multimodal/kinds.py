@@ -91,7 +91,7 @@ _QWEN: Final = Kind(
 )
 _NEWER_QWEN: Final = _QWEN._replace(others=("mm_token_type_ids",))
 
-# By model type; each is held to one process by tests/torch/multimodal.
+# Keys are model types. tests/torch/multimodal compares each with one process.
 KINDS: Final[Mapping[str, Kind]] = {
     "audioflamingo3": Kind(
         (
@@ -163,7 +163,10 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] | None:
-    """Return the blocks [start, stop) of each sequence whose tokens see each other both ways, None if without."""
+    """Return each sequence's blocks [start, stop), whose tokens see each other in both directions.
+
+    None if there are none.
+    """
     # ``media`` and ``lengths`` (B, most documents) are the whole batch's; a block ends with its document.
     if kind.blocks is None or kind.blocks not in media.inputs:
         return None
@@ -193,7 +196,7 @@ def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] 
 def grid_positions(
     model: RingModel, kind: Kind, media: Media, lengths: Tensor | None
 ) -> Tensor:
-    """Compute each token's time, row and column (3, B, S) by the model's ``get_rope_index`` of each document."""
+    """Return each token's time, row and column (3, B, S), by the model's ``get_rope_index`` for each document."""
     inner: Any = inner_of(model)
     tokens = media.tokens
     batch, length = tokens.shape
@@ -210,9 +213,9 @@ def grid_positions(
     types = _types(model, kind, tokens) if types is None else types.cpu()
     real = torch.ones_like(tokens)
     if lengths is None and media.real is not None:
-        # one of padding alone has positions too
+        # A sequence of only padding needs positions too.
         real = (media.real | ~media.real.any(1, keepdim=True)).to(tokens)
-    # tokens, types, and which are none
+    # Tokens, types, and a mask of real tokens.
     given = tokens.new_zeros((3, len(documents), longest))
     for number, (row, start, stop) in enumerate(documents):
         given[:, number, : stop - start] = torch.stack(

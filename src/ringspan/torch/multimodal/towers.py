@@ -1,4 +1,4 @@
-"""Forward passes with images: a tower's method runs this rank's share, exchanges and returns the local embeddings."""
+"""Forward passes with images: a tower computes this rank's share, and local embeddings come by an exchange."""
 
 # B batch, S global tokens, T local tokens, N ranks, R embeddings of a batch, in token order.
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,10 @@ from ringspan.torch.transport.collectives import gather, gather_over
 def put_towers_on_ring(
     view: ModelView, kind: Kind, *, checkpointed: bool
 ) -> list[nn.Module]:
-    """Make towers compute their rank's share, in place; return their layers, gathered (and ``checkpointed``) singly."""
+    """Make towers compute their rank's share, in place; return their layers, each to be gathered by itself.
+
+    If ``checkpointed``, layers that support it are recomputed in backward.
+    """
     for modality in kind.modalities if kind.features is None else ():
         mix_in(view.inner, _MIXINS[modality.name])
     layers: list[nn.Module] = []
@@ -105,6 +108,10 @@ class SharedTowers:
         )
 
     def make(self, work: Work, compute: Callable[..., Any]) -> Made:
+        """Run a tower on this rank's units and return its output with the embeddings as rows.
+
+        Additions to deeper layers are further columns of the rows. Work that is not counted has no rows.
+        """
         device = next(iter(self.model.get_input_embeddings().parameters())).device
         taken = {
             name: part.to(device)
@@ -157,8 +164,12 @@ class SharedTowers:
         return self.features(name, partial(self.kind.features, inner))
 
     def decoded(self, given: dict[str, Any]) -> BaseModelOutput:
+        """Run the decoder on tokens with the embeddings of media in place.
+
+        The model's own forward does it, given empty pixels; for a model without tower methods, it is done here.
+        """
         ids = given["input_ids"]
-        # it asks for them where it is given pixels, whatever these hold
+        # The model asks for embeddings if it is given pixels, even empty ones.
         with self.active() as inner:
             if self.kind.features is None:
                 return inner(
@@ -179,7 +190,7 @@ class SharedTowers:
 
 
 class MediaPass(SharedTowers):
-    """Images of one batch on their way through a model; ``inputs`` may be another replica's."""
+    """Images of one batch in a pass of a model; ``inputs`` may be another replica's."""
 
     def __init__(
         self,
@@ -197,6 +208,10 @@ class MediaPass(SharedTowers):
                 self.add(modality, inputs[modality.name], is_counted=is_own)
 
     def decode(self, given: dict[str, Any]) -> BaseModelOutput:
+        """Run the decoder on local tokens.
+
+        For grid positions, add each token's time, row and column to its position.
+        """
         device = given["input_ids"].device
         positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
@@ -232,8 +247,8 @@ class MediaPass(SharedTowers):
 def find_pass(
     model: RingModel, media: Media | None, tokens: int, lengths: Tensor | None
 ) -> MediaPass | None:
-    """Return the image pass of a batch with some local tokens; None if no replica has images."""
-    # All replicas run the same towers, since gradients are summed: one without images runs another's smallest.
+    """Return the pass of a batch's images for ``tokens`` local tokens; None if no replica has images."""
+    # All replicas run the same towers, since gradients are summed: one without images runs the smallest of another.
     kind: Kind | None = model.ring_media
     if kind is None:
         return None
@@ -257,7 +272,7 @@ def find_pass(
 def _with_replicas(
     mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]
 ) -> dict[str, Inputs]:
-    """Return each modality's inputs on any replica: its own, or the cheapest unit of another's."""
+    """Return inputs of each modality that some replica has: this one's own, or the cheapest unit of another's."""
     total = torch.tensor(
         [each.name in inputs for each in kind.modalities],
         dtype=torch.int64,
@@ -300,7 +315,7 @@ def _features(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> object:
-    # somebody's own call, or a tower's method that calls another one
+    # Without a pass it is a user's own call, or a tower's method that another one calls.
     current: SharedTowers | None = vars(inner).pop("ring_pass", None)
     if current is None:
         return compute(*args, **kwargs)
@@ -327,6 +342,7 @@ class PromptImages(SharedTowers):
     """Images of a prompt of ``rows`` and ``count`` new tokens over a cache, the same on every rank."""
 
     def __init__(self, model: RingModel, media: Media, rows: int, count: int) -> None:
+        """Compute a prompt's embeddings once: each rank runs its share, and every rank keeps all rows."""
         super().__init__(model)
         self.media, self._repeats = media, rows // len(media)
         self._behind = count - media.tokens.shape[1]
@@ -334,7 +350,7 @@ class PromptImages(SharedTowers):
         self.blocks: list[Blocks] | None = blocks and [
             row for row in blocks for _ in range(self._repeats)
         ]
-        """The runs of tokens of each sequence that see each other both ways."""
+        """Runs of tokens in each sequence that see each other in both directions."""
         self._made: dict[str, Made] = {}
         self._columns: Tensor | None = None  # new tokens that are read now
         for modality in self.kind.modalities:
@@ -344,7 +360,7 @@ class PromptImages(SharedTowers):
                     self.asked(inner, modality.name)
 
     def features(self, name: str, compute: Callable[..., Any]) -> object:
-        """Return all embeddings at first, kept by every rank; then the embeddings of tokens being read."""
+        """Compute and keep all embeddings on the first call; later return the ones for tokens being read."""
         work = self.works[name]
         places = is_of(self.model, work.modality, self.media.tokens)
         if name not in self._made:
@@ -379,7 +395,7 @@ Integers = NDArray[np.int64]
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[range]:
-    """Assign consecutive units to ranks by each one's middle, at about equal cost."""
+    """Assign consecutive units to ranks at about equal cost: a unit belongs to the rank at the middle of its cost."""
     ends = np.cumsum(np.array(costs, dtype=np.float64))
     total = float(ends[-1]) if len(costs) else 0.0
     owners = (
@@ -449,7 +465,7 @@ def _traded(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     received = rows.new_empty((sum(receive), rows.shape[1]))
-    # As bytes: not every backend sends every dtype.
+    # Sent as bytes, because not every backend sends every dtype.
     dist.all_to_all_single(
         received.view(torch.uint8),
         rows.contiguous().view(torch.uint8),
