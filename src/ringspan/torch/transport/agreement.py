@@ -26,7 +26,7 @@ OF_BATCH: Final = frozenset(
 @dataclass
 class _Group:
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
-    # agreed facts but for those ``OF_BATCH``
+    # Agreed facts without those ``OF_BATCH``.
     others: set[tuple[Any, ...]] = field(default_factory=set)
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
@@ -56,7 +56,7 @@ def shared_bytes() -> int:
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Check that all ranks of a group were given the same facts, asking only about new ones, else PeerMismatch on all.
+    """Raise PeerMismatch on all ranks unless a group's ranks were given the same facts; ask only about new ones.
 
     With shared memory, a rank that sees a peer compare, or make other calls, joins in (``report_out_of_step``).
     """
@@ -70,11 +70,11 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     others = tuple(fact for fact in facts.items() if fact[0] not in OF_BATCH)
     if others not in here.others or group not in _compared:
         _compare(group, here)
-    # After the first comparison: all ranks are here now, which making queues takes.
+    # Queues are created by all ranks together, and after the first comparison all are here.
     if here.queues is None and dist.get_backend(group) == "gloo":
         here.queues = SharedQueues(group, timeout_seconds(group, torch.device("cpu")))
     here.others.add(others)
-    # on all ranks alike, since they agree on the order
+    # All ranks forget the same facts, since they agree on the order.
     here.known[key] = None
     if len(here.known) > _KNOWN_FACTS:
         here.known.popitem(last=False)
@@ -82,7 +82,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
-    """Agree without asking on facts that differ only by the batch, which ranks have compared."""
+    """Take facts that differ only by the batch as agreed, since ranks have compared it."""
     _compared.append(group)
     try:
         yield
@@ -91,7 +91,7 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Compare before this rank refuses a call, for others that would wait (at first, or with shared memory)."""
+    """Compare before this rank raises for a call, if others would wait (at first, or with shared memory)."""
     if _talks(group) and (
         (here := _groups.setdefault(group, _Group())).queues or not here.known
     ):
@@ -135,12 +135,16 @@ def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
 def _compare(
     group: dist.ProcessGroup, here: _Group, problem: str | None = None
 ) -> None:
+    """Exchange all ranks' facts, problems and numbers of sent messages; raise PeerMismatch if any differ.
+
+    Messages that were sent before and not received are dropped.
+    """
     if here.queues is None:
         answers = gather(_Answer(here.facts, problem, ()), group)
     else:
         with here.queues.comparing() as sent:
             answers: list[_Answer] = gather(_Answer(here.facts, problem, sent), group)
-        # Messages of a pass that failed would otherwise be taken for those of the next one.
+        # Otherwise messages of a failed pass would be taken for messages of the next one.
         here.queues.forget([answer.sent[dist.get_rank(group)] for answer in answers])
     for name in dict.fromkeys(name for answer in answers for name in answer.facts):
         values = [answer.facts.get(name) for answer in answers]

@@ -48,7 +48,7 @@ def from_first_rank(function: Callable[[], T]) -> T:
 
 def take_first(message: Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite a contiguous tensor of any dtype by that of a group's first rank."""
-    # As bytes: gloo has no numbers of 8 bits.
+    # Sent as bytes, because gloo has no dtypes of 8 bits.
     dist.broadcast(message.flatten().view(torch.uint8), group_src=0, group=group)
 
 

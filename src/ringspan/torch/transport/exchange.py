@@ -157,7 +157,7 @@ class Transfer:
             self._receive = None
         if record:
             record.arrived = now(record.device)
-        # What was sent may be large, and whoever holds the transfer need not hold that too.
+        # Sent tensors may be large, so they are freed even if the transfer is still held.
         self._works.clear()
         self._sends.clear()
         COUNTERS.exposed_seconds += time.perf_counter() - started
@@ -166,7 +166,8 @@ class Transfer:
 class Exchange:
     """Point-to-point messages within one group during one pass; peers are group ranks, or indices into ``ranks``.
 
-    ``signature`` and message number are the tag, so that a rank ahead, or in another pass, never has blocks mistaken.
+    A tag is made from ``signature`` and the message number, so that blocks of a rank ahead, or in another pass, are
+    never mistaken for others.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Exchange:
         ) % (1 << 30)
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
-        # Its own tags: a trade within a Ulysses group is numbered like the ring between groups.
+        # Other tags, since a trade within a Ulysses group has the same numbers as the ring between groups.
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
     def empty(self, spec: TensorSpec) -> Tensor:
@@ -211,15 +212,15 @@ class Exchange:
         pending = [
             self._pending(self._rank(peer), asked, message) for peer, asked in receives
         ]
-        # Shared memory needs no request: such messages are on their way before the process group is asked.
+        # Messages through shared memory need no request, so they are sent before the process group is asked.
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
             if queues := self._queues_with(rank, buffer.device):
                 queues.send(buffer, rank, self._tag + message)
             else:
                 outgoing.append((rank, buffer))
-        # Receives first: over gloo a receive asks for its message on the connection that also carries the sends, and a
-        # request behind a block waits for that block, so that the two directions take turns instead of overlapping.
+        # Receives come first: gloo requests a message on the connection that also carries the sends. A request after a
+        # block would wait for that block, so that the two directions would take turns instead of overlapping.
         operations = [
             self._operation(dist.irecv, r.sender, r.read(), message)
             for r in pending
@@ -271,7 +272,7 @@ class Exchange:
                     else receive.message.copy_(arrived)
                 )
             except OutOfStepError as error:
-                # One rank has noticed. The others are told, so that all raise and none waits for the time-out.
+                # Tell the other ranks, so that all raise and none waits for the time-out.
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:

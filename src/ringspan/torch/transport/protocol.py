@@ -43,7 +43,7 @@ class Transport(Protocol):
 
 _registered: Final[
     dict[str, Callable[[str], Transport]]
-] = {}  # by the name of a process group
+] = {}  # keys are names of process groups
 
 
 def transport_of(group: dist.ProcessGroup | None, signature: str) -> Transport:
@@ -71,7 +71,7 @@ MessageKey = tuple[str, int]
 
 class Network(Protocol):
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
-        """Take a message, which is unchanged only until its transfer was waited for."""
+        """Take a message, which stays unchanged only until its transfer has been waited for."""
         ...
 
     def receive(
@@ -82,7 +82,7 @@ class Network(Protocol):
 
 
 class Nobody:
-    """A network that takes every message and brings none: buffers hold whatever they hold. ``seen`` is told of each."""
+    """A network that drops every message: receive buffers keep their content. ``seen`` is called with each message."""
 
     def __init__(self, seen: Callable[[Tensor], None] | None = None) -> None:
         self.seen = seen
@@ -120,6 +120,7 @@ class FakeTransport:
         receives: Sequence[tuple[int, TensorSpec | Tensor]],
         message: int,
     ) -> tuple[Transfer, list[PendingReceive]]:
+        """Hand all receives and sends of a message number to the network; only ``wait`` blocks."""
         key = self._name, message
         pending = [
             PendingReceive.of(self._rank(peer), asked) for peer, asked in receives

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ringspan.torch.transport.shared_memory import SharedMemory
 
-# The shared words of a rank, by index: how many comparisons with the other ranks it has requested; the rank it waits
-# for (plus 1; 0 for none), the sequence number of the message it waits for, how many waits it has ended; then its
+# The shared words of a rank, by index: the number of comparisons that it has requested; the rank that it waits for
+# (plus 1, or 0), the sequence number of the message that it waits for, the number of waits that have ended; then its
 # queues, one for each reader.
 _REQUESTS, _WAITS_FOR, _WAITS_NUMBER, _WAITS_COUNT, _QUEUES = range(5)
 _DESCRIPTOR_WORDS: Final = 4  # sequence number (from 1), tag, slot, size in bytes
 _CAPACITY: Final = 255  # descriptors in a queue
-# how many descriptors the reader took, then the descriptors
+# The number of descriptors that the reader has taken, then the descriptors.
 _QUEUE_WORDS: Final = 1 + _CAPACITY * _DESCRIPTOR_WORDS
 
-_SPIN_SECONDS: Final = 2e-4  # of busy polling at first
+_SPIN_SECONDS: Final = 2e-4  # busy polling at first
 _SLEEP_SECONDS: Final = 1e-3  # at most, between two polls after that
 _PULSE_SECONDS: Final = 0.05  # between two checks that the sender is alive
 
@@ -58,12 +58,12 @@ class SharedQueues:
         ranks = dist.get_world_size(group)
         self.memory = SharedMemory(group, num_words=_QUEUES + _QUEUE_WORDS * ranks)
         self._rank, self._seconds = dist.get_rank(group), seconds
-        # Whoever shares memory is a process of this host, whose end can be asked of the kernel at once.
+        # A peer that shares memory is a process of this host, and the kernel can tell whether it has ended.
         self._pulses = {
             rank: _Pulse(process) for rank, process in self.memory.peers.items()
         }
         bounds = range(_QUEUES, _QUEUES + _QUEUE_WORDS * ranks + 1, _QUEUE_WORDS)
-        self._queues = {  # by sender and reader
+        self._queues = {  # keys are senders, items readers
             rank: [
                 _Queue(self.memory.words(rank)[start:stop])
                 for start, stop in pairwise(bounds)
@@ -75,7 +75,7 @@ class SharedQueues:
         self._received: dict[
             tuple[int, int], _Descriptor
         ] = {}  # taken out of queues, by sender and sequence number
-        self._comparisons = 0  # that all ranks have made together
+        self._comparisons = 0  # comparisons that all ranks have made together
 
     def carries(self, rank: int) -> bool:
         """Return whether messages to and from a rank use shared memory; both ranks agree."""
@@ -104,12 +104,12 @@ class SharedQueues:
         )
         try:
             for is_slow in self._patience(sender):
-                # before the queue, which then has all it sent earlier
+                # Read before the queue, which then has everything that the sender sent earlier.
                 requests = self.memory.words(sender)[_REQUESTS]
                 self._drain(sender)
                 if key in self._received:
                     return self._open(self._received.pop(key), expected)
-                # The sender compares with all ranks instead of sending: the two are at different calls.
+                # The sender compares with all ranks instead of sending, so the two are in different calls.
                 if requests > self._comparisons:
                     raise OutOfStepError(
                         f"rank {sender} has not sent what this rank waits for, and does something else"
@@ -119,14 +119,14 @@ class SharedQueues:
                         expected.number,
                         sender + 1,
                     )
-                    # Twice, since the words of several ranks are not read at one moment: see ``_waiting``.
+                    # Asked twice, since the words of several ranks are not read at one moment: see ``_waiting``.
                     if (waiting := self._waiting()) and waiting == self._waiting():
                         raise OutOfStepError(
                             f"it waits for rank {sender}, which waits for others, and they for it"
                         )
         finally:
             words[_WAITS_FOR] = 0
-            # Tells two waits of a rank for the same message apart, in ``_waiting`` of another rank.
+            # Lets ``_waiting`` of another rank tell two waits for the same message apart.
             words[_WAITS_COUNT] += 1
         raise AssertionError("patience ends with an error")
 
@@ -165,7 +165,10 @@ class SharedQueues:
             self._received[sender, number] = descriptor
 
     def _waiting(self) -> list[tuple[int, int, int]]:
-        """Return the cycle of (rank, awaited rank, waits so far), or nothing; if equal twice, a deadlock."""
+        """Return a cycle of ranks that wait for each other, as (rank, awaited rank, waits so far), or nothing.
+
+        The same cycle found twice is a deadlock.
+        """
         found: list[tuple[int, int, int]] = []
         rank = self._rank
         while rank not in (first for first, _, _ in found):
@@ -184,21 +187,26 @@ class SharedQueues:
         return found
 
     def _patience(self, peer: int) -> Iterator[bool]:
+        """Yield while waiting for a peer: after spinning, then after sleeps of growing length.
+
+        It yields True now and then, if the caller should look for a deadlock. Raises RuntimeError once the peer's
+        process has ended, or after the time-out.
+        """
         started = time.perf_counter()
         sleep, felt, is_slow = _SPIN_SECONDS / 8, started, False
         while True:
             yield is_slow
             now = time.perf_counter()
-            # Most messages are here within microseconds, and a sleep takes longer; but the core may be the sender's.
+            # Most messages come within microseconds, less than a sleep takes; but the sender may need this core.
             if now - started < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
             is_slow = now - felt > _PULSE_SECONDS
             if is_slow:
                 felt = now
-                # Asked rarely: it is a call to the kernel.
+                # Checked rarely, because it is a system call.
                 if not self._pulses[peer].beats:
-                    yield False  # it may have done it before it ended
+                    yield False  # the peer may have sent the message before it ended
                     raise RuntimeError(f"rank {peer} of this ring has ended")
                 if now - started > self._seconds:
                     raise RuntimeError(
@@ -224,7 +232,7 @@ class _Queue:
         if number - self._words[0] > _CAPACITY:
             return False
         at = self._at(number)
-        # The number last: a reader that sees it takes the rest for written.
+        # The number is written last: a reader that sees it may read the rest.
         self._words[at + 1], self._words[at + 2], self._words[at + 3] = descriptor
         self._words[at] = number
         return True
@@ -249,7 +257,7 @@ class _Queue:
 class _Pulse:
     def __init__(self, process: int) -> None:
         self._poll = None
-        # a sandbox that does not allow it: the watchdog, or the time-out, tells
+        # A sandbox may not allow it; then the watchdog or the time-out notices.
         with suppress(OSError):
             descriptor = os.pidfd_open(process)
             weakref.finalize(self, os.close, descriptor).atexit = False

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from ringspan.torch.transport.collectives import gather
 
-MAX_RANKS: Final = (
-    64  # of a group that shares memory: a byte each before the message of a slot
-)
+MAX_RANKS: Final = 64  # most ranks of a group that shares memory: each has a byte before a slot's message
 
 _LINE: Final = (
     64  # bytes before a message: a mark for each rank, in a cache line of their own
@@ -27,7 +25,7 @@ _LINE: Final = (
 _NO_MARKS: Final = bytes(_LINE)
 _PAGE: Final = mmap.PAGESIZE
 _WORD: Final = 8  # bytes
-_IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory back when another is needed
+_IDLE_CALLS = 256  # a slot unused for this number of allocations is freed when a new one is needed
 
 
 @dataclass
@@ -52,13 +50,17 @@ class SharedMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
+        """Create this rank's memory and map the others'; collective.
+
+        Ranks exchange handles, try to open each other's files, and tell which ones they could. Only pairs that can read
+        each other are ``peers``; all other messages use sockets.
+        """
         token = secrets.token_bytes(_LINE)
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
         self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
         self._first_slot = -(-self._words.stop * _WORD // _PAGE) * _PAGE
         descriptor = _anonymous_file(dist.get_world_size(group))
         self._own_memory, handle = _own_memory(descriptor, token)
-        # A rank that may share nothing says so: its peers then talk to it through sockets, as it does to them.
         handles = gather(handle, group)
         readable = {
             rank: memory
@@ -79,7 +81,7 @@ class SharedMemory:
             rank: handles[rank][1] for rank in self._peer_memory
         }
         if descriptor is not None:
-            os.close(descriptor)  # everybody has mapped it
+            os.close(descriptor)  # all ranks have mapped it
 
     @property
     def reserved_bytes(self) -> int:
@@ -124,6 +126,10 @@ class SharedMemory:
         return next((slot for slot in self._slots if slot.message == at), None)
 
     def _free_slot(self, size: int) -> _Slot:
+        """Return a slot for a message of ``size`` bytes: the smallest free one that fits, or a new one.
+
+        Slots of more than twice the size do not fit. Before a new one is made, slots that were idle for long are freed.
+        """
         assert self._own_memory is not None
         self._calls += 1
         fitting = [
@@ -207,7 +213,7 @@ def _anonymous_file(ranks: int) -> int | None:
         return None  # maps as large as the machine's memory, one per rank, would use that limit up
     try:
         descriptor = os.memfd_create("ringspan")
-    # an old C library; a sandbox, or no more descriptors
+    # An old C library lacks the call; a sandbox may forbid it, and descriptors may run out.
     except (
         AttributeError,
         OSError,
@@ -221,7 +227,7 @@ def _anonymous_file(ranks: int) -> int | None:
     return descriptor
 
 
-# network namespace, process, descriptor and token
+# Network namespace, process, descriptor and token.
 _Handle = tuple[str, int, int, bytes]
 
 
@@ -231,7 +237,7 @@ def _own_memory(
     if descriptor is None:
         return None, None
     try:
-        # Ranks in network namespaces of their own are hosts of their own: a link between them is meant to be used.
+        # Ranks in different network namespaces count as different hosts, whose messages should use the network.
         namespace, memory = os.readlink("/proc/self/ns/net"), _Memory(descriptor)
     except OSError:
         return None, None
@@ -243,7 +249,7 @@ def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
     if handle is None or handle[0] != namespace:
         return None
     _, process, number, token = handle
-    # Another host has other processes, or hides them from each other; whatever has that number here has no token.
+    # On another host, or if processes are hidden, a file with that number has no token.
     with (
         suppress(OSError, ValueError),
         open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file,
