@@ -19,7 +19,7 @@ from ringspan.torch.weights.deferred import part
 from ringspan.torch.weights.files import WeightFiles, folder_of
 
 RECORD: Final = "base_weights.json"
-_PLACES: Final = 4  # of each tensor, evenly along its first dimension
+_PLACES: Final = 4  # places in a tensor, evenly along its first dimension
 _NUMBERS: Final = 256  # at each place, at most
 
 
@@ -31,7 +31,7 @@ def note_base(adapter: Path, base: PreTrainedModel) -> None:
     try:
         folder = folder_of(name, local_files_only=True)
         digest = _fingerprint(WeightFiles(folder, base.config, adapter=True))
-    # a model that was never in safetensors files
+    # The model was not loaded from safetensors files.
     except (
         ConfigError,
         OSError,
@@ -46,7 +46,7 @@ def note_base(adapter: Path, base: PreTrainedModel) -> None:
 def check_base(adapter: Path, base: str, files: WeightFiles) -> None:
     """Raise ConfigError if an adapter's folder records other weights than these of its base."""
     path = adapter / RECORD
-    if not path.is_file():  # PEFT wrote it alone
+    if not path.is_file():  # PEFT wrote the folder without a record
         return
     with refused(
         f"{path}: is no record of a base model",
@@ -78,6 +78,7 @@ def _fingerprint(files: WeightFiles) -> str:
 
 
 def _samples(tensor: Tensor) -> list[Tensor]:
+    """Return parts of a tensor at up to four places along its first dimension, each of at most 256 numbers."""
     if not tensor.ndim or not tensor.numel():
         return [part(tensor, ()).reshape(1)] if tensor.numel() else []
     rows, *others = tensor.shape

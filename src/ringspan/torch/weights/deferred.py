@@ -20,7 +20,9 @@ Region = tuple[slice, ...]
 """Indices of a tensor's part: per dimension a slice with start, stop and step 1."""
 
 _aten: Final = torch.ops.aten
-_COMPARED_BYTES: Final = 1 << 26  # of each of two tensors at a time
+_COMPARED_BYTES: Final = (
+    1 << 26
+)  # bytes of each of two tensors that are compared at a time
 
 
 class Source(Protocol):
@@ -63,7 +65,7 @@ class Deferred(Tensor):
         return f"Deferred({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
-        # What is read does not change: a copy is another tensor with the same origin.
+        # The origin never changes, so a copy is another tensor with the same one.
         copied: Any = Deferred(self.shape, self.dtype, self.origin)
         copied.zeroes = [*self.zeroes]
         if isinstance(self, torch.nn.Parameter):
@@ -78,6 +80,11 @@ class Deferred(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Record an operation as deferred results; its shapes come from meta tensors.
+
+        ``equal`` and reading a number compute at once. In place, only zeroing a deferred tensor is allowed; an
+        operation that changes another tensor gets whole inputs.
+        """
         kwargs = kwargs or {}
         if func is _aten.equal.default:
             return _are_equal(*args)
@@ -93,7 +100,7 @@ class Deferred(Tensor):
             return func(*tree_map(_whole_of, args), **tree_map(_whole_of, kwargs))
         if func is _aten._local_scalar_dense.default:
             return func(*tree_map(_whole_of, args))
-        # What lies elsewhere would be read from there: everything is computed where the files are.
+        # Devices are dropped: everything is computed on the host, from the files.
         kwargs = {
             name: value
             for name, value in kwargs.items()
@@ -137,7 +144,7 @@ def part(tensor: Tensor, region: Region) -> Tensor:
         return tensor[region]
     made = _part(tensor, region)
     for zero in tensor.zeroes:
-        made = made.clone()  # what is read from a file is not written into
+        made = made.clone()  # memory of a file must not be written to
         starts = [each.start for each in region]
         made[
             tuple(
@@ -226,7 +233,7 @@ def held_regions(parameter: DTensor) -> list[Region]:
 
 
 def is_first_copy(parameter: DTensor) -> bool:
-    """Return True on the rank whose shard stands for those that equal it."""
+    """Return True on the rank whose shard represents all equal ones."""
     mesh = parameter.device_mesh
     return not any(
         p.is_replicate() and mesh.get_local_rank(axis)
@@ -285,7 +292,7 @@ _VIEWS: Final[dict[Any, Callable[..., Region]]] = {
 
 
 def _whole_of(x: object) -> object:
-    # Contiguous, as deferred tensors say they are: PyTorch chose the operations by that.
+    # Deferred tensors claim to be contiguous, and PyTorch chose the operations by that.
     return whole(x).contiguous() if isinstance(x, Deferred) else x
 
 
@@ -327,6 +334,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ):
+    """Compute a region of ``x[start:end:step]`` along ``dim``, from the region of x that it covers."""
     dim, (first, _, step) = dim % x.ndim, slice(start, end, step).indices(x.shape[dim])
     if step == 1:
         return part(x, _moved(region, dim, first))
@@ -351,6 +359,7 @@ def _split(
 
 
 def _cat(region: Region, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Compute a region of a concatenation, from the inputs that overlap it."""
     dim, offset, parts = dim % tensors[0].ndim, 0, list[Tensor]()
     for each in tensors:
         low = max(region[dim].start, offset) - offset
@@ -358,7 +367,8 @@ def _cat(region: Region, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         if low < high:
             parts.append(part(each, _with(region, dim, slice(low, high))))
         offset += each.shape[dim]
-    if not parts:  # of nothing
+    # The region is empty.
+    if not parts:
         return part(tensors[0], _with(region, dim, slice(0, 0)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -397,7 +407,7 @@ def _permute(region: Region, x: Tensor, order: Sequence[int]) -> Tensor:
     return part(x, inner).permute(*order)
 
 
-# What is made of a part of its inputs; of the inputs of everything else, all is made.
+# Operations whose parts need only parts of their inputs; any other computes its inputs whole.
 _RULES: Final[dict[Any, Callable[..., Tensor]]] = {
     _aten.alias.default: _same,
     _aten.detach.default: _same,

@@ -64,9 +64,13 @@ class WeightFiles:
         variant: str | None = None,
         adapter: bool = False,
     ) -> None:
+        """Open the folder's files, those with a ``variant`` if given, and list their tensors unread.
+
+        Raises ConfigError if the folder has no such files, or a file lacks a tensor that the index names.
+        """
         self.tensors: dict[str, Deferred] = {}
         facts: list[tuple[str, str, str, tuple[int, ...]]] = []
-        # no link to nowhere
+        # Dangling links are left out.
         names = {path.name for path in folder.iterdir() if path.is_file()}
         try:
             refuse_beside(names, adapter=adapter)
@@ -87,7 +91,7 @@ class WeightFiles:
                 stored = _Stored(path, file, name, (number, offsets[name]))
                 self.tensors[name] = deferred(stored)
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
-        for name, wanted in found.items():  # whichever file has it
+        for name, wanted in found.items():  # a tensor may be in any of the files
             if lacking := sorted(wanted - self.tensors.keys()):
                 raise ConfigError(
                     f"{folder / name}: has no {lacking[0]}, which the index says is there"
@@ -95,7 +99,7 @@ class WeightFiles:
         if not self.tensors:
             raise ConfigError(f"{folder}: its weights are empty; save them again")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]
-        """Of names, dtypes and shapes, by which ranks see that they read the same."""
+        """Digest of names, dtypes and shapes, so that ranks can check that they read the same weights."""
 
 
 def folder_of(
@@ -125,7 +129,8 @@ def folder_of(
             wanted = [inside + each for each in chosen]
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-        except Exception as error:  # of the client or its HTTP library; where the cache has none, it says so below
+        except Exception as error:
+            # Any error of the client or its HTTP library; below, the cache is tried, which has an error of its own.
             _log.info("%s: its files cannot be listed: %s", name, one_line(error))
     options: dict[str, Any] = {
         "revision": revision,

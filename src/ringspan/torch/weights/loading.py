@@ -37,7 +37,7 @@ from ringspan.torch.weights.deferred import (
 from ringspan.torch.weights.files import WeightFiles
 from ringspan.torch.weights.packed import INTEGER_CARRIER, settle_packed
 
-_NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
+_NUMBERS: Final = 1 << 24  # checked at a time, since torch may copy them
 
 
 def refuse_not_finite(
@@ -64,6 +64,10 @@ def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
+    """Return the number of NaN and infinite numbers in a weight; 0 for packed, meta and split ones.
+
+    The sum tells at the speed of memory whether there may be any; only then they are counted.
+    """
     known = weight.is_floating_point() and weight.dtype not in (
         torch.float4_e2m1fn_x2,
         INTEGER_CARRIER,
@@ -72,9 +76,10 @@ def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
         return 0
     count = 0
     for some in weight.detach().reshape(-1).split(_NUMBERS):
-        # torch does not add up float8
+        # torch cannot sum float8.
         some = some.float() if some.dtype.itemsize == 1 else some
-        if not some.sum().isfinite():  # at the speed of memory; of float16 the sum of finite numbers may be infinite
+        # In float16 the sum of finite numbers may be infinite.
+        if not some.sum().isfinite():
             wrong = ~some.isfinite()
             count += int(
                 (
@@ -84,7 +89,7 @@ def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
     return count
 
 
-_SOURCE: Final = "ring_source"  # the attribute of a parameter without memory that says where its numbers are
+_SOURCE: Final = "ring_source"  # attribute of a parameter without memory: the deferred tensor that it stands for
 
 
 def unread_model(
@@ -93,14 +98,14 @@ def unread_model(
 ) -> tuple[PreTrainedModel, set[str]]:  # fmt: skip
     """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
 
-    Renamed, merged, split and tied weights and dtypes are transformers' own doing. ConfigError, by ``where``, for
+    transformers itself renames, merges, splits, ties and casts. Raises ConfigError, which begins with ``where``, for
     missing or misshapen weights, or another model.
     """
     with refused(where, OSError, ValueError, KeyError, RuntimeError, SafetensorError):
         with torch.device("meta"):
             auto = model_class or auto_class(config)
             made = auto.from_config(config, trust_remote_code=trust_remote_code)
-            # of a model that sees, that of its text where it is made alone
+            # A class for images may build only the text model, with its config.
             kind, config = (
                 type(made),
                 made.config,
@@ -119,13 +124,16 @@ def unread_model(
     model, found = loaded
     check_loaded(where, found)
     model.__class__ = kind
-    model.initialize_weights()  # what the files need not have, and what is computed
+    model.initialize_weights()  # optional weights that the files lack, and computed buffers
     model.config.name_or_path = str(folder)
     return model, found["unexpected_keys"]
 
 
 def auto_class(config: PreTrainedConfig, *, sees: bool = False) -> Any:
-    """Return a config's auto class: AutoModelForCausalLM if any, else multimodal; that first if it ``sees``."""
+    """Return a config's auto class: AutoModelForCausalLM if it has one, else multimodal.
+
+    The latter first if it ``sees``.
+    """
     mappings = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -264,7 +272,7 @@ def filled(
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | None:
     """Fill split meta parameters, one by one; return the read error, if any. All ranks call it."""
-    # The first rank with a part reads it for the others; one that cannot read continues, so that no rank waits for it.
+    # The first rank with a part reads it for the others. A rank that cannot read continues, so that no other waits.
     if not sources:
         return None
     parameters = dict(model.named_parameters())

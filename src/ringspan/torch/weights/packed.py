@@ -16,7 +16,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.weights.deferred import Deferred
 
 PACKERS: Final = ("torchao", "bitsandbytes")
-# FSDP2 takes no integers as parameters before torch 2.12: they are viewed as numbers of as many bits.
+# FSDP2 takes no integer parameters before torch 2.12, so they are viewed as floating-point numbers of equal width.
 _TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 INTEGER_CARRIER: Final = torch.float8_e5m2  # no model has weights of this dtype
 _CARRIERS: Final = {
@@ -38,7 +38,7 @@ class Packing(Protocol):
 
 
 class _Flattened:
-    """A subclass that flattens itself as torch asks of it: torchao's."""
+    """Packing of torchao: its subclasses flatten themselves by torch's protocol for that."""
 
     def __init__(self, tensor: Any) -> None:
         self._kind, self.constants = type(tensor), dict[str, Tensor]()
@@ -82,6 +82,7 @@ class FourBits:
         return found
 
     def rebuild(self, parts: dict[str, Tensor]) -> Any:
+        """Return a ``Params4bit`` over these parts, with a new quantisation state, nested if scales are packed too."""
         nested: dict[str, Any] = {}
         if self._nested:
             inner = self._state(
@@ -147,7 +148,7 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 
 
 def settle_packed(model: nn.Module) -> None:
-    """Undo what a forward pass of bitsandbytes moves to its modules, and keep it from packing again."""
+    """Move scales that a forward pass of bitsandbytes took back to the weights, and prevent packing again."""
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -156,7 +157,7 @@ def settle_packed(model: nn.Module) -> None:
             )
         state: Any = getattr(module, "state", None)
         if type(state).__name__ == "MatmulLtState" and state.SCB is not None:
-            # rebuilt with its scales if it is split
+            # A weight that is split is rebuilt with its scales anyway.
             weight = module._parameters.get("weight")
             if weight is not None and weight.SCB is None:
                 weight.CB, weight.SCB = weight.data, state.SCB
@@ -173,11 +174,11 @@ def split_into_parts(model: nn.Module) -> None:
 def split_weight(
     module: nn.Module, name: str, packing: Packing, parts: dict[str, Tensor]
 ) -> None:
-    # unsafe: not compared with what it was, since packed tensors do not compare.
+    # unsafe skips a comparison with the original, which packed tensors do not support.
     parametrize.register_parametrization(
         module, name, _Packed(packing, parts), unsafe=True
     )
-    # The class is this module's own now. bitsandbytes' would save what it finds in the whole weight.
+    # parametrize gave this module a class of its own. bitsandbytes' method would save from the whole weight.
     setattr(type(module), "_save_to_state_dict", nn.Module._save_to_state_dict)  # noqa: B010
 
 
@@ -217,7 +218,7 @@ class _Packed(nn.Module):
         given, self._given = self._given, []
         return given
 
-    # who looks before it is read asks what it is
+    # Before weights are read, an empty tensor of the same kind is returned.
     def forward(self, *parts: Tensor) -> Any:
         if isinstance(parts[0], Deferred):
             parts = tuple(torch.empty(part.shape, dtype=part.dtype) for part in parts)

@@ -39,7 +39,7 @@ from ringspan.torch.weights.files import DTYPES
 
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
-# a tokenizer with all its files, the config, and folders
+# Room for a tokenizer with all its files, the config, and folders.
 HEADROOM_BYTES: Final = 1 << 25
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SCRATCH: Final = ".tmp-weights-"
@@ -57,6 +57,10 @@ class WeightsPlan:
         max_shard_size: int | str,
         variant: str | None = None,
     ) -> None:
+        """Split the tensors into files in their order, named as transformers names them.
+
+        ``variant`` is part of the names.
+        """
         self._tensors = tensors
         infix = f".{variant}" if variant else ""
         self._split = split_state_dict_into_shards_factory(
@@ -87,7 +91,7 @@ class WeightsPlan:
 
     def write(self, name: str, folder: Path | None) -> None:
         """Write a file (None: only make its tensors); an OSError comes after all have been made."""
-        # Wide numbers first, so that each begins where its width divides the address, as safetensors has them.
+        # The widest dtypes come first, so that all tensors are aligned, as in files of safetensors itself.
         names = sorted(
             self._split.filename_to_tensors[name],
             key=lambda each: -self._tensors[each].dtype.itemsize,
@@ -173,6 +177,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a safetensors header: length, then JSON of dtypes, shapes and offsets, padded to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -208,9 +213,9 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
-    """Move all files into a folder, replacing its weights; the last one completes the model."""
+    """Move all files into a folder, replacing its weights; the file that makes it a model comes last."""
     last = plan.last_file
-    # First what makes the old files a model.
+    # Remove the index or last file first: without it, the old files are no longer a model.
     old = [
         path
         for path in folder.iterdir()
@@ -247,6 +252,10 @@ class _Shards:
         self.writer = writer
 
     def read(self, region: Region) -> Tensor:
+        """Return a part of the tensor on the writing rank, and an empty meta tensor on others; collective.
+
+        Holders send their overlaps to the writer one after the other.
+        """
         rank, device = dist.get_rank(), self._local.device
         is_writer = rank == self.writer
         result = torch.empty(
