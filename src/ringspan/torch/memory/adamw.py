@@ -53,6 +53,7 @@ class HostAdamW(_OneByOne):
     def _update(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int
     ) -> None:
+        """Update a parameter on the host, from its gradient there, and copy the result back to the device."""
         local, state = local_part(p), self.state[p]
         if not state:
             dtype = torch.float32 if self._masters else local.dtype
@@ -104,6 +105,10 @@ class RoundingAdamW(_OneByOne):
     def _update(
         self, p: Tensor, gradient: Tensor, group: dict[str, Any], number: int
     ) -> None:
+        """Update a parameter in float32, and round the result at random if the parameter is bfloat16.
+
+        The seed is made from the step and the parameter's ``number``.
+        """
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
@@ -133,7 +138,7 @@ def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(
         0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32
     )
-    # The lower half, with noise below one unit of the upper half added, carries into it in proportion.
+    # Noise of up to one unit of the upper half is added, so that the lower half carries into it in proportion.
     cut = ((bits + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
@@ -191,8 +196,8 @@ def is_local(optimizer: Optimizer) -> bool:
 
 
 def give_shards(optimizer: Any) -> None:
-    """Put this rank's shards in an optimizer; UnsupportedError if it takes norms of whole weights."""
-    take_back(optimizer)  # a step that has raised
+    """Put this rank's shards into an optimizer for one step; UnsupportedError if it needs norms of whole weights."""
+    take_back(optimizer)  # shards that a step has left when it raised
     if not any(
         isinstance(p, DTensor)
         for group in optimizer.param_groups
@@ -206,7 +211,8 @@ def give_shards(optimizer: Any) -> None:
             "a part; use AdamW8bit, PagedAdamW8bit or Lion8bit"
         )
     if not optimizer.initialized:
-        optimizer.check_overrides()  # which compares parameters
+        # Before the shards are put in, since it compares parameters.
+        optimizer.check_overrides()
     _sharded[optimizer] = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [_shard_of(optimizer, p) for p in group["params"]]
@@ -226,7 +232,7 @@ def take_back(optimizer: Any) -> None:
 
 
 def own_state(optimizer: Any) -> dict[str, Tensor]:
-    """Return a rank's own state to save, by place of the parameter: packed by blocks of its shard."""
+    """Return a rank's own state to save, in blocks of its shards; keys have the place of the parameter."""
     if not is_local(optimizer):
         return {}
     states = [
@@ -243,7 +249,7 @@ def own_state(optimizer: Any) -> dict[str, Tensor]:
 
 
 def take_counts(optimizer: Any, loaded: dict[str, Tensor]) -> None:
-    """Put counts of steps back, which are plain numbers; tensors were loaded in place."""
+    """Put counts of steps back, since they are plain numbers; tensors were loaded in place."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, value in loaded.items():
         _, place, key = name.split("/")
@@ -254,7 +260,7 @@ def take_counts(optimizer: Any, loaded: dict[str, Tensor]) -> None:
 def _shard_of(optimizer: Any, p: nn.Parameter) -> nn.Parameter:
     if not isinstance(p, DTensor):
         return p
-    # its kernels take no tensor without numbers
+    # The kernels take no empty tensors, so an empty shard gets no gradient.
     shard = nn.Parameter(local_part(p.detach()), requires_grad=p.requires_grad)
     if p.grad is not None and shard.numel():
         shard.grad = local_part(p.grad).contiguous()

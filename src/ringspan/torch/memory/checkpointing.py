@@ -51,10 +51,12 @@ def choose_checkpoint(
     config: PreTrainedConfig, tokens: int, budget_bytes: int, dtype: torch.dtype, *, tp: int = 1,
     feedforward_in_chunks: bool = False, layers_per_checkpoint: int | None = None,
 ) -> tuple[CheckpointName, int]:  # fmt: skip
-    """Choose the policy and ``layers_per_checkpoint`` that recompute least within a byte budget for these tokens."""
-    # In this order: none; attention, then with ever more layers that share an input (or those given); full likewise.
-    # ConfigError, which says what it needs, if not even the last fits.
-    # From what computes least again to what keeps least; the last attempt is what the message tells of.
+    """Return the policy and ``layers_per_checkpoint`` that fit these tokens' activations into a byte budget.
+
+    The first that fits in an order of growing recomputation; ConfigError with the needed bytes if not even the last
+    does.
+    """
+    # The order: none, then attention and full, each with ever more layers that share an input, or the given number.
     needed, sharing = 0, 1
     layers, an_input, sizes = (
         config.num_hidden_layers,
@@ -74,7 +76,7 @@ def choose_checkpoint(
                 layers_per_checkpoint=sharing,
                 feedforward_in_chunks=feedforward_in_chunks,
             )
-            # in backward a segment's other inputs are there too
+            # In backward, a segment's other inputs exist too.
             needed = tokens * (saved + (sharing - 1) * an_input)
             if needed <= budget_bytes:
                 return policy, sharing
@@ -101,7 +103,7 @@ def check_checkpointing(
     if policy == "none" and any(
         getattr(module, "gradient_checkpointing", False) for module in model.modules()
     ):
-        # since transformers 5.23
+        # The name since transformers 5.23.
         has_new_name = hasattr(model, "activation_checkpointing_disable")
         turn_off = (
             "activation_checkpointing_disable"
@@ -135,7 +137,7 @@ def checkpoint_layers(
         )
     decoder, layers = view.decoder, [*view.layers.values()]
     checkpoint_all(decoder, options)
-    # it is computed again with its own
+    # A part of a layer is recomputed with its layer, not by a checkpoint within it.
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in layers:
             module.gradient_checkpointing = False
@@ -143,8 +145,8 @@ def checkpoint_layers(
     segments = Segments(
         layers_per_checkpoint, store, keeps_attention=policy == "attention"
     )
-    # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input. Layers by
-    # themselves share one, since torch.compile would make a program for each.
+    # transformers gives each layer a function that checkpoints it; ours lets several layers keep one input. Layers that
+    # are checkpointed singly share one function, since torch.compile would make a program for each.
     shared = partial(_checkpoint, partial(segments.checkpoint, decoder), options)
     is_shared = offload == "none" and layers_per_checkpoint == 1
     layer: Any
@@ -161,7 +163,7 @@ def _checkpoint(
     function: Callable[..., Any],
     *args: object,
 ) -> object:
-    """Checkpoint a layer, under torch.compile by its own way to keep an operator's result."""
+    """Checkpoint a layer; under torch.compile by torch's own checkpoint, which can keep an operator's result."""
     if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, **in_programs)
     return checkpoint(function, *args)
@@ -172,8 +174,8 @@ def checkpoint_all(model: PreTrainedModel, options: dict[str, Any]) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    # It lets embeddings require gradients, for checkpointing that is reentrant: a model that is frozen would train
-    # nothing without a word, and a frozen embedding would be differentiated.
+    # transformers lets embeddings require gradients, for reentrant checkpointing. With that, a frozen model would train
+    # nothing without an error, and a frozen embedding would be differentiated.
     model.disable_input_require_grads()
 
 

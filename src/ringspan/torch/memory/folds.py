@@ -29,7 +29,7 @@ class Kept:
     """Tensors of folds by attention call: each read by later folds, in any order."""
 
     def __init__(self, offload: OffloadName) -> None:
-        # Without an order: neighbours in time are other layers', which nobody wants next.
+        # No order, because the tensor stored before belongs to another layer and is not needed next.
         self._store = Store(
             min_bytes=None if offload == "activations" else sys.maxsize,
             is_ordered=False,
@@ -45,7 +45,7 @@ class Kept:
         return fold in self._folds[call]
 
     def fetch(self, call: Hashable, fold: int) -> None:
-        """Begin to bring back a fold's tensors."""
+        """Start to bring back a fold's tensors."""
         for kept in self._folds[call].get(fold, ()):
             if not isinstance(kept, Tensor):
                 kept.fetch()
@@ -59,12 +59,12 @@ class Kept:
         self._folds[call].pop(fold, None)
 
     def pop(self, call: Hashable, fold: int) -> tuple[Tensor, ...]:
-        """Return a fold's tensors and forget them; none if there are none."""
+        """Return a fold's tensors and forget them; an empty tuple if it has none."""
         return tuple(self._store.get(kept) for kept in self._folds[call].pop(fold, ()))
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Return a tensor that keeps no larger one alive."""
+    """Return a tensor with memory of its own, so that it keeps no larger one alive."""
     return (
         x
         if x.untyped_storage().nbytes() == x.nbytes
@@ -73,7 +73,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 class Folds:
-    """One pass over a sequence in folds: what waits of its attention.
+    """One pass over a sequence in folds: the tensors that its attention and states keep.
 
     Args:
         layouts: of the folds.
@@ -91,16 +91,16 @@ class Folds:
     ) -> None:
         self.layouts, self.keeps_results, self.trains = layouts, keeps_results, trains
         self.keys = Kept(offload)  # and values
-        # of these: the first as attention returns them, sums of more in float32
+        # Gradients of these: the first as attention returns them, sums of several in float32.
         self.gradients = Kept(offload)
         self.results = Kept(offload)  # and their log-sum-exp
-        # that the next fold begins with, and inputs of convolutions
+        # States that the next fold begins with, and inputs of its convolutions.
         self.states = Kept(offload)
         self.state_gradients = Kept(offload)
 
 
 class Fold(NamedTuple):
-    """A fold's turn."""
+    """The fold that is computed now, forward or again in backward."""
 
     folds: Folds
     number: int
@@ -141,7 +141,7 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
     q, k, v, own = checked(asked._replace(layout=fold.layout))
     sizes = fold.length, fold.layout.padded_length
     read = folds_read(own.mask, *sizes, fold.number)
-    # Folds are of one size: what holds of a fold's own keys holds of others.
+    # Folds have one size, so checks of a fold's own keys hold for other folds' keys.
     earlier = {
         each: str(replace(own, key_layout=fold.folds.layouts[each].spec))
         for each in read
@@ -157,7 +157,7 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
         if last_reader(own.mask, *sizes, fold.number) > fold.number:
             fold.folds.keys.put(name, fold.number, k, v)
     else:
-        # later folds had their turn, and its own are here
+        # In backward later folds come first, and this fold's own keys are computed again.
         fold.folds.keys.drop(name, fold.number)
     out = _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
     for each in () if fold.folds.trains else read:
@@ -179,6 +179,10 @@ class _Attention(torch.autograd.Function):
         slopes: Tensor | None,
         call: _Call,
     ) -> Tensor:
+        """Compute attention over the fold's own and earlier keys, or in backward take its kept result.
+
+        Keep it if asked.
+        """
         fold, results = call.fold, call.fold.folds.results
 
         def compute() -> tuple[Tensor, Tensor]:
@@ -197,6 +201,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return gradients of q, k, v and sinks.
+
+        Gradients of earlier folds' keys are added to those that wait for their fold, and those that later folds have
+        left for this fold's keys are added to its own.
+        """
         [dout], (q, k, v, sinks, slopes, out, lse), call = (
             gradients,
             ctx.saved_tensors,
@@ -238,12 +247,12 @@ def _attend(
     for each, spec in _earlier(call, kept):
         keys, values = kept.get(call.name, each)
         merge_into(total, lse, *attend_forward(q, keys, values, None, slopes, spec))
-        del keys, values  # before the next but one are on their way
+        del keys, values  # before those after the next are fetched
     return total.to(out.dtype), lse
 
 
 def _of_earlier(call: _Call, fold: int, given: tuple[Any, ...], spec: str) -> Tensor:
-    """Return the queries' gradient by an earlier fold's keys, whose own are added to what waits."""
+    """Return the queries' gradient from an earlier fold, and add its keys' gradients to the waiting ones."""
     waiting = call.fold.folds.gradients
     dq, dk, dv, _ = attend_backward(*given, spec)
     before, dtype = waiting.pop(call.name, fold), accumulation_dtype(dk.dtype)
@@ -255,7 +264,7 @@ def _of_earlier(call: _Call, fold: int, given: tuple[Any, ...], spec: str) -> Te
 
 
 def _earlier(call: _Call, *kept: Kept) -> Iterator[tuple[int, str]]:
-    """Yield the earlier folds that are read, each with its spec, while the next one's ``kept`` are on their way."""
+    """Yield the earlier folds that are read, each with its spec, while ``kept`` tensors of the next are fetched."""
     _, *others = call.specs.items()
     for place, item in enumerate(others):
         for each, _ in others[place : place + 2]:

@@ -20,7 +20,10 @@ _AHEAD: Final = 3
 
 
 class Store:
-    """Store of tensors, fetched best in reverse; parameters, integers and small ones stay, files vanish with theirs."""
+    """Store of tensors, best fetched in reverse order; parameters, integers and small tensors stay on the device.
+
+    A file vanishes with the tensor in it.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Store:
 
     def put(self, tensor: Tensor) -> "Tensor | _Parked":
         """Return a stand-in for the tensor, or the tensor itself if it stays."""
-        # Parameters are there anyway, and small tensors cost more than they free.
+        # Parameters stay in memory anyway, and small tensors cost more time than they free memory.
         if (
             isinstance(tensor, nn.Parameter)
             or tensor.nbytes < max(1, self.min_bytes)
@@ -47,7 +50,7 @@ class Store:
         parked = _PLACES[rules_of(tensor.device).offloads_to](
             tensor, before, self.folder
         )
-        # Weak: a pass that is dropped without backward takes what it parked with it.
+        # A weak reference, so that a pass dropped without backward frees its tensors.
         self._newest = weakref.ref(parked) if self._is_ordered else None
         self.parked_bytes += tensor.nbytes
         return parked
@@ -75,7 +78,7 @@ class _Parked:
             earlier = earlier._before and earlier._before()
             if earlier is None:
                 break
-            # What was fetched and is not wanted again would come back for nothing.
+            # A tensor that was fetched and is not wanted again is not fetched.
             if earlier._wanted:
                 earlier.fetch()
         return tensor
@@ -98,7 +101,7 @@ class _Mapped(_Parked):
             self._map = mmap.mmap(file.fileno(), tensor.nbytes)
         self._view = torch.frombuffer(self._map, dtype=tensor.dtype).view(tensor.shape)
         self._view.copy_(tensor.detach())
-        # the pages are the file's now, not this process's
+        # The pages belong to the file now, and this process gives them up.
         self._advise("MADV_DONTNEED")
 
     def fetch(self) -> None:
@@ -132,6 +135,7 @@ class _Pinned(_Parked):
     def __init__(
         self, tensor: Tensor, before: _Parked | None, folder: str | None
     ) -> None:
+        """Start to copy a tensor to pinned memory, on a stream of its own, after the work that computes the tensor."""
         super().__init__(tensor, before, folder)
         self._device = tensor.device
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
@@ -140,7 +144,7 @@ class _Pinned(_Parked):
         with torch.cuda.stream(stream):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-        # its memory is not given to others before the copy is done
+        # Keeps the allocator from reusing the tensor's memory before the copy is done.
         source.record_stream(stream)
 
     def fetch(self) -> None:
@@ -150,7 +154,7 @@ class _Pinned(_Parked):
         tensor = torch.empty(
             self._host.shape, dtype=self._host.dtype, device=self._device
         )
-        # what last used that memory may still be running
+        # The last use of that memory may still be running.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             tensor.copy_(self._host, non_blocking=True)

@@ -50,7 +50,7 @@ class Resting:
                 args[0] if args[0].requires_grad else args[0].detach().requires_grad_(),
                 *args[1:],
             )
-            # The gradient of the layer's input is its last, just before FSDP sums weight gradients.
+            # The gradient of the layer's input is its last, computed just before FSDP sums weight gradients.
             args[0].register_hook(lambda _: self._fill(resting))
         return args
 
@@ -67,17 +67,17 @@ class Resting:
                 gradient is not None for gradient in gradients
             )
             if whole.grad is None and whole.requires_grad:
-                # While gradients wait to be summed, torch 2.15 keeps them in a dtype of their own.
+                # torch 2.15 keeps gradients that wait to be summed in a separate dtype.
                 whole.grad = torch.zeros_like(
                     whole, dtype=whole.grad_dtype or whole.dtype
                 )
         if not self._is_agreeing:
             self._is_agreeing = True
-            # FSDP asked for its own call at the end of backward when backward began, so that this one comes after it.
+            # FSDP queued its own callback when backward began, so this one runs after it.
             torch.autograd.Variable._execution_engine.queue_callback(self._agree)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _agree(self) -> None:
-        """Take the gradient from parts that rest on all ranks."""
+        """Remove the gradient of parts that rest on all ranks."""
         awake = torch.tensor(
             [*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type
         )
@@ -92,12 +92,12 @@ class Resting:
 
 def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:
     found: set[nn.Module] = set()
-    # PEFT wraps experts in their adapters
+    # PEFT wraps experts in adapters, so the name is cut at their base layer.
     for path, module in layer.named_modules():
         if getattr(module, "zero_expert_num", 0):
             found |= {*layer.get_submodule(path.partition(".base_layer")[0]).modules()}
         elif has_replicas and getattr(module, "rests_on_replicas", False):
-            # The index within it has no gradients.
+            # The index in such a module has no gradients.
             found |= {*module.modules()} - {
                 *getattr(module, "indexer", nn.Module()).modules()
             }
@@ -119,10 +119,10 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def drop_unsummed(parameter: Any) -> None:
-    """Drop what a parameter of FSDP holds of gradients that are not summed over the ranks yet."""
+    """Drop gradients of an FSDP parameter that are not summed over the ranks yet."""
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-    # Until 2.14 FSDP keeps what accumulates next to the copy's gradient; since then the name is a property of it.
+    # Until torch 2.14, accumulated gradients are a separate attribute; since then the name is a property.
     if not isinstance(
         getattr(type(parameter), "unsharded_accumulated_grad", None), property
     ):

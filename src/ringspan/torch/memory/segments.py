@@ -72,22 +72,22 @@ class Segments:
         if segment is None or begins:
             segment = self._segment = _Segment(self._store)
         place = len(segment.calls)
-        # Random numbers and autocast are noted here, since making an input again has to draw the same.
+        # Random numbers and autocast are noted, since recomputing an input has to draw the same numbers.
         segment.calls.append(
             _Call(layer, function, args[1:], surroundings(args[0]), self._store, kept)
         )
         with segment.hooks(place, args[0]):
             result = checkpointed(function, *args, **options)
-        # Weak: a strong reference would keep the very tensor that segments are there to free.
+        # A strong reference would keep the very tensor that segments exist to free.
         self._last = StorageWeakRef(hidden_of(result).untyped_storage())
         return result
 
 
-# a program knows checkpoints with other contexts only
+# A compiled program supports only checkpoints with other contexts.
 @torch.compiler.disable(recursive=False)
 def checkpointed(function: Callable[..., Any], *args: object, **options: Any) -> Any:
     """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises."""
-    # Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
+    # Until torch 2.12 the hooks live as long as the exception, and later passes would recompute from the failed layer.
     try:
         return checkpoint(function, *args, **options)
     except BaseException as error:
@@ -107,14 +107,14 @@ class _Call:
     others: tuple[Any, ...]  # its arguments but the input
     surroundings: Callable[[], Any]
     store: Store
-    # results of the ring, each behind the name of what computed them
+    # Results of the ring, each after the name of the function that computed them.
     kept: list[tuple[Any, ...]]
 
     def again(self, hidden: Tensor) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.surroundings())
-            # The ring does not run again: its results are kept, and every rank would have to come here at once.
+            # The ring does not run again, since its results are kept; every rank would have to run it at once.
             if self.kept:
                 stack.enter_context(_replaying(self.store, list(self.kept), again=True))
             return hidden_of(self.function(hidden, *self.others))
@@ -129,12 +129,12 @@ class _Segment:
 
     def hooks(self, place: int, hidden: Tensor) -> saved_tensors_hooks:
         """Save the segment in autograd instead of inputs after the first."""
-        # not ``hidden``, which would live as long as what is kept
+        # Not ``hidden`` itself, which would live as long as the saved tensors.
         form = (
             hidden.shape,
             hidden.dtype,
         )
-        # checkpointing keeps the layer's arguments, ``hidden`` first
+        # Checkpointing saves the layer's arguments, and ``hidden`` is the first of them.
         is_input = iter((True,))
 
         def pack(x: Tensor) -> object:
@@ -153,7 +153,7 @@ class _Segment:
     def _input(self, place: int) -> Tensor:
         if place not in self._made:
             hidden = self._store.get(self._first, again=True)
-            # Backward asks for the last layer's input first; the others' are made on the way and wait in ``_made``.
+            # Backward needs the last layer's input first; the inputs computed on the way wait in ``_made``.
             for number, call in enumerate(self.calls[:place]):
                 coming = self.calls[number + 1].layer if number + 1 < place else None
                 with _gathered(call.layer, coming, stays=number + 1 == place):
@@ -167,10 +167,10 @@ def _gathered(
 ) -> Iterator[None]:
     """Gather a layer's parameters while active, prefetch the next one's; keep them if it ``stays``."""
     if isinstance(layer, FSDPModule):
-        # FSDP keeps a layer whole, and does not gather it again, whose input has no gradient to end its backward pass.
+        # If a layer's input has no gradient, FSDP leaves the layer whole after backward and does not gather it again.
         stays |= is_whole(layer)
         layer.unshard()
-        # Gathered while this layer computes, as FSDP does in an ordinary forward pass.
+        # The next layer is gathered while this one computes, as in an ordinary forward pass of FSDP.
         if isinstance(coming, FSDPModule):
             coming.unshard(async_op=True)
     yield
@@ -179,7 +179,7 @@ def _gathered(
 
 
 def surroundings(hidden: Tensor) -> Callable[[], Any]:
-    """Return a factory of contexts with the random numbers and autocast of now, on the device of a tensor."""
+    """Return a factory of contexts with the present random state and autocast, for the device of a tensor."""
     kind = hidden.device.type
     cpu_state = torch.get_rng_state()
     devices, states = get_device_states(hidden)
@@ -213,7 +213,7 @@ def _replaying(
                 "checkpointed layers can be differentiated once; compute the loss again"
             )
         name, *results = kept.pop(0)
-        # An operator that is given another's results would read memory that is not its own.
+        # An operator that got the results of another one would read foreign memory.
         if name != name_of(compute):
             raise RuntimeError(
                 f"a layer that is computed again asks for {name_of(compute)}, where its pass had {name}"

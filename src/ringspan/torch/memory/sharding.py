@@ -70,7 +70,7 @@ def _take_whole_tensors(
     for name, parameter in module._parameters.items():
         given: Any = state.get(prefix + name)
         is_whole = isinstance(given, Tensor) and not isinstance(given, DTensor)
-        # The module itself says what it thinks of other shapes.
+        # For other shapes the module's own error is raised.
         if (
             isinstance(parameter, DTensor)
             and is_whole
@@ -89,16 +89,17 @@ def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
 @torch.compiler.disable()
 def settle(model: FSDPModule) -> None:
     """Return all weights to their shards between two passes; UnsupportedError if one was changed meanwhile."""
-    # FSDP leaves the outermost weights whole for the backward pass. If none follows, an optimizer made then would get
-    # copies, and the next pass would use old weights; after an exception FSDP takes the next pass for the failed one.
+    # FSDP leaves the outermost weights whole for the backward pass. If none follows, an optimizer created then would
+    # get copies, and the next pass would use old weights. After an exception FSDP takes the next pass for the failed
+    # one.
     state = _state_of(model)
-    if torch._C._current_graph_task_id() != -1:  # somebody asks during backward
-        # which has ended without its last call
+    if torch._C._current_graph_task_id() != -1:  # called during backward
         return
+    # A backward pass ended without its last callback.
     if state._state_ctx.post_backward_final_callback_queued:
         recover(model)
     elif state._training_state.name == "IDLE":  # not during forward either
-        # layers too, where a user has them stay whole (set_reshard_after_backward)
+        # Layers are resharded too, since a user may keep them whole (set_reshard_after_backward).
         written = _written_copies(model)
         for group in _groups_of(model):
             group.reshard()
@@ -120,8 +121,8 @@ def note_copies(model: FSDPModule) -> None:
 @torch.compiler.disable()
 def with_shards(model: FSDPModule, output: object) -> object:
     """Put the shards back after a forward pass and return its output; copies wait for backward."""
-    # A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
-    # a head is called again in backward
+    # A copy's gradient is summed over ranks, so a user's penalty on a whole weight would count once for each rank.
+    # Backward gets the copies back, since it calls a head again.
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: _put_in_place(model, "_unsharded_param"))
@@ -186,7 +187,7 @@ def recover(model: FSDPModule) -> None:
     """
     groups = _groups_of(model)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
-    # PyTorch 2.15 drops gradients that are summed too, as if the failed pass had computed them.
+    # PyTorch 2.15 would also drop gradients that are already summed, as if the failed pass had computed them.
     summed = [
         (parameter.sharded_param, parameter.sharded_param.grad)
         for parameter in parameters
@@ -242,7 +243,7 @@ def _reset_iteration(model: FSDPModule) -> None:
 
 @contextmanager
 def kept_whole(model: nn.Module) -> Iterator[None]:
-    """Keep gathered weights whole during passes without gradients, then reshard: no optimizer steps stale copies."""
+    """Keep gathered weights whole in passes without gradients, then reshard: no optimizer steps old copies."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [
         (
@@ -271,11 +272,12 @@ def sharded_after_layers(model: nn.Module) -> Iterator[None]:
     """
 
     def reshard(module: Any, *_: object) -> None:
-        # not where a user has it stay whole
+        # Not for a module that the user keeps whole.
         for group in groups_in(module):
             if group.post_forward_mesh_info is not None:
                 group.reshard()
-                group._record_post_forward()  # by which backward gathers the layer before in time
+                # Lets backward prefetch the layer before in time.
+                group._record_post_forward()
 
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [module.register_forward_hook(reshard) for module in layers]
@@ -303,7 +305,7 @@ def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def unseen_parameters(model: nn.Module) -> list[str]:
-    """Return the names of weights that a module has replaced by others than FSDP gathers."""
+    """Return the names of weights that a module holds instead of the ones that FSDP gathers."""
     names: list[str] = []
     # before the first pass, in which it looks at all of them again
     for group in _groups_of(model):
@@ -330,8 +332,8 @@ def unseen_parameters(model: nn.Module) -> list[str]:
 
 @torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
-    """Renew FSDP's dtypes for parameters without gradients in the first pass, when it last looks."""
-    # It would otherwise sum their gradients in the dtype of the computation. PyTorch 2.15 looks in each backward pass.
+    """Renew FSDP's dtypes for parameters that had no gradient in the first pass, when FSDP reads them last."""
+    # Otherwise FSDP sums their gradients in the dtype of the computation. PyTorch 2.15 reads them in every backward.
     for group in _groups_of(model):
         is_unknown = hasattr(group, "_orig_dtype") and group._orig_dtype is None
         if is_unknown and any(

@@ -21,7 +21,10 @@ class SharedBlock(NamedTuple):
 
 
 def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
-    """Return blocks that layers share with earlier ones; UnsupportedError for a lone shared weight."""
+    """Return blocks that layers share with earlier ones.
+
+    UnsupportedError for a shared weight without a shared block.
+    """
     owners: dict[int, str] = {}
     found: list[SharedBlock] = []
     layers = layers_of(model)
