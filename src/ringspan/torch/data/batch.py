@@ -30,14 +30,14 @@ from ringspan.torch.data.tree import SEGMENTS, shard_segments
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
-# What ``shard_batch`` returns.
+# Keys of a batch that ``shard_batch`` returns.
 SHARDED: Final = frozenset({
     "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "position_ids", "real_tokens",
     "sequence_length", "shift_labels", "tree_targets",
 })  # fmt: skip
 
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-# What collators that flatten a batch into one row say of its documents.
+# Keys with which collators that flatten a batch into one row describe its documents.
 _FLATTENED: Final = (
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -45,7 +45,7 @@ _FLATTENED: Final = (
     "max_length_k",
     "seq_idx",
 )
-# What ``shard_batch`` takes.
+# Keys of a batch that ``shard_batch`` takes.
 TAKEN: Final = (
     MEDIA
     | SEGMENTS
@@ -145,7 +145,7 @@ def shard_batch(
     )
     lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
     named = [name for name in ("position_ids", *_FLATTENED) if name in batch]
-    # Positions that count over the whole row are those that transformers gives it, padding on the left included.
+    # Positions that count over the whole row are the ones of transformers, which count left padding too.
     said_by = None if lengths is None and named in ([], ["position_ids"]) else named[0]
     counted = lengths
     if real is not None:
@@ -226,7 +226,7 @@ def _flattened_lengths(
                 raise UnsupportedError(
                     f"{name} must not decrease, as behind entry {each.index(min(each))}"
                 )
-            # lists of a fixed size repeat an end
+            # Lists of a fixed size repeat the last end.
             said[name] = [size for size in each if size]
         elif name == "seq_idx":
             if batch[name].shape != (1, length):

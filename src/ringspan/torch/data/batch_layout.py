@@ -101,7 +101,10 @@ class BatchLayout:
         lengths: Tensor | None,
         folds: int = 1,
     ) -> "BatchLayout":
-        """Make a layout for these documents or trees (``rows_of``); UnsupportedError for ``balanced`` without."""
+        """Return the layout for these documents or trees (``rows_of``).
+
+        UnsupportedError for ``balanced`` without any.
+        """
         if name != "balanced":
             return cls((batch_layout(name, length, ranks, folds=folds),))
         if lengths is None:

@@ -191,7 +191,7 @@ class _Summed(torch.autograd.Function):
         total, gradients = LossBlocks(
             hidden, weight, bias, targets, options, group
         ).sum(wants)
-        # Kept as attributes: the one backward pass takes them away and scales them where they are.
+        # Kept as attributes, so that the only backward pass can scale them in place and free them one by one.
         ctx.gradients = gradients
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return total
@@ -235,6 +235,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return gradients of hidden, weight and bias, given each loss's gradient; logits are computed again."""
         _refuse_second_derivative()
         [d_losses], (hidden, weight, bias, targets, *normalizers) = (
             gradients,
@@ -253,7 +254,7 @@ class _PerToken(torch.autograd.Function):
 
 
 def _refuse_second_derivative() -> None:
-    """Refuse second derivatives: once_differentiable might return constants."""
+    """Raise for second derivatives; torch's ``once_differentiable`` might return constants instead."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "

@@ -15,7 +15,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 
 _MOST_AT_ONCE: Final = 1 << 24  # examples whose whole order is drawn, in 128 MiB
-_PLACES: Final = 1 << 12  # of an order, looked up together
+_PLACES: Final = 1 << 12  # places of an order that are looked up together
 _ROUNDS: Final = 6
 # The finaliser of SplitMix64 (Steele et al. 2014): shifts and odd factors after which every bit depends on every other.
 _MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -30,7 +30,7 @@ class RingSampler(DistributedSampler[Any]):
         return order
 
     def _examples(self, seed: int) -> Iterator[int]:
-        """Yield every R-th place of the order, repeating its beginning until all replicas have as many."""
+        """Yield every R-th example of the order, which begins again until all R replicas have equal numbers."""
         num_examples = len(cast(Sized, self.dataset))
         drawn = None
         if self.shuffle and num_examples <= _MOST_AT_ONCE:
@@ -81,7 +81,9 @@ def loader(
     dataset: Dataset[Any], mesh: DeviceMesh, *, batch_size: int | None = 1, shuffle: bool = False, seed: int = 0,
     drop_last: bool = False, **options: Any,
 ) -> DataLoader[Any]:  # fmt: skip
-    """Return a DataLoader whose batches are equal on a ring and differ between replicas, as its workers' random draws.
+    """Return a DataLoader whose batches are equal on a ring and differ between replicas.
+
+    So do the random draws of its workers.
 
     Args:
         dataset: with a length, see ``sampler``; or iterable: replica r of R takes examples r, r + R, ... until one
@@ -136,11 +138,11 @@ def shuffled(
 ) -> NDArray[np.int64]:
     """Return the examples at some places of a seed's permutation of ``range(num_examples)``.
 
-    A Feistel network over at most 4 numbers per example, applied again to what it puts outside (Black and Rogaway
-    2002).
+    A Feistel network permutes a range of at most 4 numbers per example. A result outside of the examples is permuted
+    again until it is inside (Black and Rogaway 2002).
     """
     half = max(1, (num_examples - 1).bit_length() + 1 >> 1)
-    # which is the same in every version of NumPy
+    # Raw bits are the same in every version of NumPy.
     keys = np.random.PCG64(seed % (1 << 64)).random_raw(_ROUNDS)
     found = np.empty(len(places), np.uint64)
     open_, numbers = np.arange(len(places)), places.astype(np.uint64)

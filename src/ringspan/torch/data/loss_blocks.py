@@ -70,6 +70,10 @@ class LossBlocks:
         options: LossOptions,
         group: dist.ProcessGroup | None,
     ) -> None:
+        """Prepare blocks of ``chunk_tokens`` x ``chunk_vocabulary`` logits, in one buffer that all blocks share.
+
+        With a ``group``, ``weight`` has this rank's part of the vocabulary, whose first entry is ``first``.
+        """
         self.hidden, self.weight, self.bias, self.options, self.group = (
             hidden,
             weight,
@@ -155,7 +159,7 @@ class LossBlocks:
             Normalizers(top, exponentials),
             self.options.label_smoothing,
         )
-        # From the largest logit, so that large ones do not cancel.
+        # Relative to the largest logit, so that large ones do not cancel.
         losses = (
             exponentials.log()
             + (1 - smoothing) * (top - picked)
@@ -238,6 +242,10 @@ class LossBlocks:
     def _over_ranks(
         self, top: Tensor, *sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Combine the scans (n,) of all ranks' vocabularies as ``_scan`` does for one.
+
+        The buffer, relative to this rank's largest logit, is scaled to the largest of all ranks.
+        """
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         shrink = (top - highest).exp_()
@@ -248,6 +256,7 @@ class LossBlocks:
         return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
+        """Return a block's logits (n, v) in the buffer: product, bias, scale and softcap; keep the softcap's slopes."""
         logits = _multiply(
             chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns)
         )

@@ -12,9 +12,9 @@ from ringspan.core.messages.lines import refused, shortened
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.transport.digest import digest_values
 
-# Of which kind each token is, as processors say it.
+# The type of each token, as processors return it.
 TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
-# What ``shard_batch`` takes beside the text.
+# Keys that ``shard_batch`` takes in addition to the text.
 MEDIA: Final = frozenset(
     {
         "batch_num_images",
@@ -38,7 +38,7 @@ class Media:
     """Media of a whole batch with their text, equal on a ring, which moves its shares to devices."""
 
     tokens: Tensor  # whole sequences (B, S), on the CPU
-    # True for tokens that are not padding (B, S), on the CPU; None for all
+    # True for tokens that are not padding (B, S), on the CPU; None if all are real.
     real: Tensor | None
     inputs: Mapping[str, Tensor]  # the processor's outputs by name
     # a model's cached results

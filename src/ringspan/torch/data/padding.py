@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 
-# the label of a token without a target, as in transformers and torch
+# The label of a token without a target, as in transformers and torch.
 IGNORED: Final = -100
 FILLER: Final = 1  # the token of padding: an embedding of 0 may begin as a zero vector, where lengths have no gradient
 
@@ -53,7 +53,10 @@ def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
 def refuse_targets_of_padding(
     has_target: Tensor, real: Tensor | None, name: str, shift: int
 ) -> None:
-    """Raise for targets (B, S) of padding, called ``name`` in the batch and held there ``shift`` places further on."""
+    """Raise UnsupportedError for targets (B, S) of padding.
+
+    The error names the key ``name``, whose entries are ``shift`` on.
+    """
     if real is None or not bool((of_padding := has_target & ~real).any()):
         return
     row, place = of_padding.nonzero()[0].tolist()

@@ -131,6 +131,10 @@ def shard_segments(
 
 
 def _scored(labels: Tensor, tree: Tree, prefix_loss: PrefixLossName) -> Scored:
+    """Return the targets of a tree: each labelled token, predicted by the token before it in its branch.
+
+    Its weight is 1, or for "each" the number of branches that share it; for "none" shared segments have no targets.
+    """
     weights, padded = np.array(tree.leaves), len(labels) - sum(tree.lengths)
     if prefix_loss != "each":
         inner = np.isin(np.arange(len(weights)), tree.parents)
@@ -170,7 +174,7 @@ def shard_tree(
             tree.positions(split.shared.padded_length)
         ).int()[own],
         "document_lengths": lengths,
-        # A token counts as often for routers as separate rows would have it.
+        # For routers, a token counts once for each row that has it.
         "real_tokens": split.shard(
             torch.from_numpy(np.pad(copies, (0, rest)))[None], rank
         ),
