@@ -15,11 +15,11 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
 from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights, take_timeout
 
-# Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
+# The meshes made in each default process group, since a loop maps its mesh at every step.
 _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = (
     WeakKeyDictionary()
 )
-# of groups of one rank; no job has as many groups
+# Numbers for groups of one rank, higher than any job's groups.
 _numbers: Final = itertools.count(1 << 30)
 
 
@@ -74,10 +74,11 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _map(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+    """Return the mesh with our axes, made once for the same groups and roles."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has process groups"
     known = _mapped.setdefault(world, {})
-    # By the names of its groups: equal meshes that were made one after the other have groups of their own.
+    # Groups are part of the key, since equal meshes made one after the other have different groups.
     groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
     ranks = tuple(mesh.mesh.flatten().tolist())
     key = (
@@ -94,6 +95,7 @@ def _map(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
 
 
 def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+    """Return a new mesh over the same ranks and groups; an axis of several is flattened, which creates a group."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
     ranks, axes = _arranged(mesh.mesh, names, roles), AXES

@@ -14,7 +14,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ABORT_AFTER_SECONDS: Final = 1.0
 """Minimum delay of a second SIGINT; terminals and launchers both deliver the first to all."""
 
-# of NVIDIA, of AMD, and of Windows below Linux
+# Devices of NVIDIA, of AMD, and of Windows below Linux.
 _GPUS: Final = (
     "/dev/nvidiactl",
     "/dev/kfd",
@@ -24,12 +24,12 @@ _GPUS: Final = (
 
 def serve_forks(*modules: str) -> bool:
     """Start the process that ranks fork from, with these modules imported; return whether it exists."""
-    # On Linux without CUDA, which does not survive a fork. It imports in parallel, so call this early.
+    # Only on Linux without CUDA, which does not survive a fork. The process imports in parallel, so call this early.
     if sys.platform != "linux" or _has_gpu():
         return False
     forkserver.set_forkserver_preload([*modules])
-    start_resource_tracker()  # it would be started below, and unblock what is blocked
-    # A stop signal for the whole process group is for the ranks, who take it from when they are at work.
+    start_resource_tracker()  # otherwise started below, where it would unblock signals
+    # A stop signal to the whole process group is meant for the ranks, which unblock it once they work.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -39,8 +39,8 @@ def serve_forks(*modules: str) -> bool:
 
 
 def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker deaf to stop signals: SIGUSR1 to the process group would end it."""
-    # it inherits that
+    """Start multiprocessing's resource tracker with stop signals blocked: SIGUSR1 to the process group would end it."""
+    # The tracker inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         resource_tracker.ensure_running()
@@ -60,10 +60,10 @@ def _has_gpu() -> bool:
 
 def settle() -> None:
     """Reset a fork to a program's defaults: stop signals, start method, no hold on its parent's lifetime."""
-    gc.freeze()  # a third of a second per collection would go over what libraries have made at their import
+    gc.freeze()  # without it, each collection spends a third of a second on imported libraries
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_alive_fd is not None:
-        # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.
+        # Only the launcher keeps its server alive; torch ends a rank that loses its parent.
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     multiprocessing.set_start_method(None, force=True)

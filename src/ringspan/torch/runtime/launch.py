@@ -49,15 +49,16 @@ MOST_RANKS: Final = (
     1024  # more processes than this on one machine is a slip of the keyboard
 )
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
-_NOTICE_SECONDS: Final = 30.0  # in which elastic notices a rank that was killed
-_WAIT_SECONDS: Final = 10.0  # without a word for the other ranks of a job
-_LOGGERS: Final = (  # of how ranks ended
+_NOTICE_SECONDS: Final = 30.0  # time for elastic to notice a killed rank
+_WAIT_SECONDS: Final = 10.0  # silent wait for the other ranks of a job
+_LOGGERS: Final = (  # loggers that report how ranks ended
     "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
 )  # fmt: skip
 
-# Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
-# glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
+# Returns freed tensors to the system at once, in huge pages, which are nearly as quick to get as reused memory. By
+# default glibc keeps blocks of up to 32 MB, between small ones that stay, where later tensors do not fit. glibc reads
+# this when the process starts.
 _THRIFT: Final = {
     "GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glibc.malloc.hugetlb=1"
 }
@@ -98,12 +99,12 @@ def launch(
         <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0])
         < _RENDEZVOUS_BYTES
     ):
-        # Where it does not fit, torch's store asks again without end.
+        # If the file does not fit, torch's store retries forever.
         raise ConfigError(
             f"ulimit -f allows files of {largest} bytes, and ranks meet through one of up to {_RENDEZVOUS_BYTES:,}; "
             "raise it"
         )
-    # A new attempt must not read the addresses of the one before; torch's shared store would hand them out.
+    # A new attempt must not read addresses of the one before, which torch's shared store would return.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
     start_resource_tracker()
@@ -120,7 +121,7 @@ def launch(
             rdzv_configs={"store_type": "file"},
             run_id=uuid.uuid4().hex,
             start_method="forkserver" if are_forks else "spawn",
-            # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
+            # torch itself ends the ranks 30 s after a signal; only SIGQUIT keeps that meaning.
             signals_to_handle="SIGQUIT"
             if forward_signals
             else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
@@ -136,7 +137,7 @@ def launch(
                 results = elastic_launch(config, _work)(function, folder, threads, args)
         except SignalException as signalled:
             raise KeyboardInterrupt from signalled
-        # told to stop before the ranks could answer it
+        # A stop signal may come before the ranks can handle it.
         except ChildFailedError as failure:
             if Path(folder, _STOP).exists():
                 raise KeyboardInterrupt from None
@@ -228,7 +229,7 @@ def _forwarding(folder: Path) -> Iterator[None]:
         if number == signal.SIGINT:
             interrupted.append(time.monotonic())
             if interrupted[-1] - interrupted[0] >= ABORT_AFTER_SECONDS:
-                # all at once: none is left to report the loss of another
+                # All are killed at once, so that none is left to report the loss of another.
                 number = signal.SIGKILL
         for process in multiprocessing.active_children():
             if process.pid is not None:
@@ -251,7 +252,7 @@ def _without_refusals(folder: Path) -> Iterator[None]:
 
     def is_failure(record: logging.LogRecord) -> bool:
         nonlocal is_told_to_stop
-        # the first that elastic says of it
+        # elastic's first message about a signal to end.
         is_told_to_stop |= "death signal" in record.getMessage()
         is_raised = record.exc_info is not None and not isinstance(
             record.exc_info[1], ProcessExitedException
@@ -272,8 +273,13 @@ def _without_refusals(folder: Path) -> Iterator[None]:
 def _work(
     function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]
 ) -> object:
+    """Run ``function(*args)`` as one rank, in a process that elastic has started.
+
+    A refusal, or a failure, is noted in a file of ``folder`` for the launcher. A rank that fails because another one
+    was killed waits until elastic has noticed that, so that the killed rank is the one reported.
+    """
     if Path(folder, _STOP).exists():
-        # in the attempt before this one: it would be refused again
+        # The stop signal came in the attempt before this one.
         sys.exit(130)
     if refused := _refusal(Path(folder)):
         raise refused
@@ -287,7 +293,7 @@ def _work(
             file=sys.stderr,
             flush=True,
         )
-    # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
+    # An interrupt ends a rank without a traceback, since the launcher reports it; a handler would run too late.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
     torch.set_num_threads(threads)
@@ -303,7 +309,7 @@ def _work(
             )
             drop_output()
             raise
-        # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
+        # Written before the group is destroyed: that makes other ranks fail too, and elastic may see only those.
         record = [
             -int(attempt),
             time.monotonic(),
@@ -312,7 +318,7 @@ def _work(
         ]
         note = Path(folder, f"failure-{attempt}-{rank}.json")
         note.write_text(json.dumps(record))
-        # If this is because another rank died, let that be seen first, by a launcher that may be busy.
+        # If another rank's death is the cause, give a launcher that may be busy time to see that first.
         deadline = time.monotonic() + _NOTICE_SECONDS
         time.sleep(2 * _POLL_SECONDS)
         while _has_lost_a_rank(alive) and time.monotonic() < deadline:
@@ -326,7 +332,7 @@ def _work(
 
 
 def _has_lost_a_rank(alive: Path) -> bool:
-    """Return whether another rank died without a word: its file is there, and the kernel has released its lock."""
+    """Return whether another rank was killed: its file exists, and the kernel has released its lock."""
     for other in {*alive.parent.glob(f"{alive.name.rpartition('-')[0]}-*")} - {alive}:
         with suppress(OSError), other.open("r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,9 +348,13 @@ def _refusal(folder: Path) -> RingspanError | None:
 
 
 def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
+    """Return the error of a failed launch: a killed rank, else the earliest failure, else the watchdog's exit code.
+
+    Failures that a rank's death has caused in others are not reported.
+    """
     codes = {one.exitcode for one in failure.failures.values()}
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
-    # SIGTERM is how elastic ends the others
+    # elastic ends the remaining ranks by SIGTERM.
     for rank, one in sorted(failure.failures.items()):
         if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:
             return RankLost(

@@ -32,7 +32,7 @@ def world_timeout_seconds(device: torch.device) -> float:
         return 0
     try:
         return timeout_seconds(world, device)
-    # neither gloo nor NCCL, which alone let it be set
+    # Only gloo and NCCL have a time-out that can be set.
     except (
         AttributeError,
         RuntimeError,
@@ -104,7 +104,7 @@ def _check_alike(asked: dict[str, int]) -> None:
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
     sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
-    # The default group is a ring's own where it has all ranks; others would have NCCL's plain options.
+    # A ring of all ranks is the default group, which has these options; other groups would get NCCL's plain ones.
     is_part = dist.get_backend() == "nccl" and 1 < ring < dist.get_world_size()
     urgently: Any = (
         {"backend_override": {"ring": ("nccl", urgent())}} if is_part else {}
@@ -148,7 +148,7 @@ def wait_for(mesh: DeviceMesh, seconds: float) -> None:
 
 def check_order(mesh: DeviceMesh) -> None:
     """Raise ConfigError for ranks that do not ascend along each axis: groups sort them."""
-    # What stands in for one, and one of a dry run, whose tensor of ranks is made up.
+    # A stand-in for a mesh, or the mesh of a dry run, whose ranks are made up.
     if not isinstance(mesh, DeviceMesh) or (
         dist.is_initialized() and dist.get_backend() == "fake"
     ):

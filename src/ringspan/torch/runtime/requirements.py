@@ -13,7 +13,7 @@ def supported(package: str) -> SpecifierSet:
     """Return the releases of a package that ringspan supports, of all extras; any, if nothing is declared."""
     try:
         declared = [Requirement(line) for line in metadata.requires("ringspan") or ()]
-    # run from its sources, without an installation
+    # ringspan runs from its sources, without an installation.
     except metadata.PackageNotFoundError:
         declared = []
     found = SpecifierSet()

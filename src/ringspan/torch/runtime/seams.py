@@ -15,7 +15,7 @@ from packaging.version import Version
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.runtime.requirements import pip_command
 
-# By place, ``module:Class`` or ``module``: names, each with what it is for and the releases that need it.
+# Private names by place, ``module:Class`` or ``module``, each with its use and the releases that need it.
 SEAMS: Final[dict[str, dict[str, str | dict[str, str]]]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
