@@ -37,7 +37,7 @@ from ringspan.torch.layers.modules import (
 from ringspan.torch.transport.collectives import Sum, SumOfGradients
 from ringspan.torch.weights.packed import is_packed
 
-# the last is the second one's former name
+# The last is the former name of the second.
 _COLUMNS: Final = (
     "colwise",
     "colwise_gather_output",
@@ -62,12 +62,17 @@ def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def refuse_split(model: PreTrainedModel, ranks: int) -> None:
+    """Raise UnsupportedError if a model cannot be split over ``ranks`` by transformers' plan.
+
+    Every style has to be supported and fit its module, layers must have a plan, and a split module must leave no
+    parameter out of it. Dropout within layers would differ between ranks that share a token.
+    """
     refuse_heads(model.config, ranks)
     name = type(model).__name__
     modules, planned = dict(model.named_modules()), _styles(model, ranks)
     styles = with_adapters(planned, modules)
     for path, style in styles.items():
-        # Gathered outputs of a layer would be repeated work on every rank; of the head they are what the loss needs.
+        # Gathered outputs of a layer would repeat its later work on every rank; the loss needs those of the head.
         gathers = (
             style in _COLUMNS[1:]
             and modules.get(path) is not model.get_output_embeddings()
@@ -78,12 +83,12 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
                 f"Supported are {', '.join(STYLES)}, gathering ones for the head alone"
             )
         _refuse_module(name, path, modules.get(path), style, ranks)
-    # A plan of the head alone splits no layer.
+    # A plan may split only the head and no layer.
     if "rowwise" not in styles.values():
         raise UnsupportedError(
             f"transformers has no tensor-parallel plan for the layers of {name}; use tp=1"
         )
-    # A scale per head, say, that stays whole beside split projections would be applied to the wrong heads.
+    # A scale per head, for example, that stays whole next to split projections would scale the wrong heads.
     for path in sorted(
         {
             path.rpartition(".")[0]
@@ -111,6 +116,7 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
 def _refuse_module(
     name: str, path: str, module: nn.Module | None, style: str, ranks: int
 ) -> None:
+    """Raise UnsupportedError for a planned module of another kind, or one changed, packed or not divisible."""
     wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
     if style in ("replicated_with_grad_allreduce", WHOLE):
         return
@@ -160,10 +166,10 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     for path, module in modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in own.items():
-            # Tied weights, of embedding and head, must be one parameter afterwards too.
+            # Tied weights, such as embedding and head, must remain one parameter.
             if parameter not in split:
                 placement = placements.get(parameter, Replicate())
-                # Without a source rank nothing is sent: ``parallelize`` has made the weights the same on every rank.
+                # No source rank, so nothing is sent: ``parallelize`` has made weights equal on every rank.
                 whole = distribute_tensor(
                     parameter.detach(), tp, [placement], src_data_rank=None
                 )
@@ -200,6 +206,10 @@ def splits_vocabulary(head: nn.Module) -> bool:
 
 
 def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
+    """Return the style of each module by transformers' plan, whose names have * for the number of a layer.
+
+    Embedding and head are both split if the vocabulary divides evenly, or else both left whole.
+    """
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
     styles = {
@@ -211,12 +221,12 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     embedding: Any = model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}
     ends = {paths[head]: "colwise_gather_output", paths[embedding]: "embedding_rowwise"}
-    # A vocabulary that does not come out even is repeated on every rank; padding it would change the softmax.
+    # A vocabulary that does not divide evenly stays whole, because padding would change the softmax.
     if any(size % ranks for size in vocabularies(model)):
         for path in ends:
             styles.pop(path, None)
     elif not styles.keys().isdisjoint(ends):
-        styles |= ends  # older plans name the head alone
+        styles |= ends  # older plans name only the head
     return styles
 
 
@@ -263,7 +273,7 @@ class _Inputs:
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def share(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # By identity: siblings are given the same tensor, and equal ones of other calls are not theirs.
+        # Compared by identity: siblings get the same tensor, and an equal tensor of another call is not theirs.
         if self._seen is not None and self._seen[0] is x:
             return self._seen[1]
         shared = SumOfGradients.apply(x, group)
@@ -302,7 +312,7 @@ class _Rows(Whole):
 
     def forward(self, x: Tensor) -> Tensor:
         _refuse_hooks(self)
-        # The bias is whole on every rank: added to each part, the sum would have it P times.
+        # The bias is whole on every rank, and would be summed P times if each part had it.
         with self._local(leave_out="bias"):
             part = super(Whole, self).forward(x)  # pyright: ignore[reportAttributeAccessIssue]
         out = Sum.apply(part, [self.tp_group])
@@ -329,7 +339,7 @@ class _Vocabulary(Whole):
         rows = len(local_part(self.weight))
         first = rows * dist.get_rank(self.tp_group)
         is_here = (tokens >= first) & (tokens < first + rows)
-        # Tokens of other ranks read some row of this one, which is then taken out.
+        # Tokens of other ranks read some row of this rank, whose result is then masked.
         part = super().forward((tokens - first).clamp(0, rows - 1))
         return Sum.apply(part * is_here.unsqueeze(-1), [self.tp_group])
 
@@ -358,7 +368,7 @@ class _Gather(torch.autograd.Function):
         return gradients[0].narrow(-1, ctx.rank * ctx.size, ctx.size), None
 
 
-WHOLE: Final = "whole"  # the style of a module that every rank has all of
+WHOLE: Final = "whole"  # style of a module that every rank holds whole
 
 _LORA: Final = "peft.tuners.lora"
 
