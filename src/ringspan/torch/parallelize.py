@@ -73,7 +73,7 @@ from ringspan.torch.tensor_parallel.split import split_model
 from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
 from ringspan.torch.weights.packed import settle_packed
 
-# How many models each mesh has been given, alike on all of its ranks.
+# The number of models that each mesh has been given, equal on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
 
 
@@ -157,7 +157,7 @@ def parallelize(
     Each is raised on every rank, and leaves the model as it was. If weights differ, all ranks get the first rank's.
     """
     is_dtype = isinstance(compute_dtype, torch.dtype)
-    # which is no name of one
+    # A value that is not a dtype is shown as it is, for the error.
     dtype = (
         str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)
     )
@@ -187,13 +187,13 @@ def parallelize(
 def put_on_mesh(
     model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig
 ) -> PreTrainedModel:
-    """``parallelize`` with its options in one value."""
+    """Run ``parallelize`` with its options in one value."""
     check_torch()
     mesh = ring_mesh(mesh)
     given = model
     model, parts = _agreed(given, mesh, config)
     share_weights(model, mesh)
-    # Nothing raises any more: from here on the model changes.
+    # From here on the model changes, and nothing raises any more.
     own_config(model)
     sources = sources_in(model)
     view, shared, layers = (
@@ -235,7 +235,7 @@ def put_on_mesh(
     if given is not model:
         put_on_ring(given)
     vars(given)["_is_accelerate_prepared"] = (
-        True  # as accelerate marks what it has not to wrap
+        True  # accelerate's own mark of a model that it must not wrap
     )
     return given
 
@@ -243,6 +243,10 @@ def put_on_mesh(
 def _agreed(
     given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig
 ) -> tuple[PreTrainedModel, Parts]:
+    """Return the model without its PEFT wrapper, and its parts, after all ranks agree on model and options.
+
+    Any error of a check is raised on all ranks, before the model is changed.
+    """
     with meeting(mesh, "parallelize") as met:
         model = base_of(given)
         set_aside(model)
@@ -263,6 +267,10 @@ def _agreed(
 
 
 def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
+    """Make the decoder's attention call the ring, through the implementation registered with transformers.
+
+    Layers with latents, with an index, or with an attention of their own are prepared first.
+    """
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
     choosing = choosing_modules(decoder)
     kinds = layer_kinds(decoder.config)
@@ -283,13 +291,13 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     attention: Any
     for attention in decoder.modules():
         if getattr(attention, "attn_temperature_tuning", False):
-            # Llama 4 counts local tokens for it; ``attend`` does the same with their global positions.
+            # Llama 4 would count local tokens for its temperature; ``attend`` applies it with global positions.
             attention.attn_temperature_tuning, attention.ring_temperature = (
                 False,
                 not attention.use_rope,
             )
         if parts.media is not None and parts.media.is_prefix:
-            attention.is_causal = True  # all but the prompt, which the mask says
+            attention.is_causal = True  # except in the prompt, as the mask defines
 
 
 def _prepare_layers(parts: Parts, config: StepConfig) -> None:
@@ -310,6 +318,7 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
 
 
 def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
+    """Replace the model's forward by the ring's for its task, and give it what that needs: mesh, options and parts."""
     view, model, decoder = parts.view, parts.view.model, parts.view.decoder
     about: dict[str, Any] = {
         "ring_mesh": mesh,
@@ -328,8 +337,8 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
             check_inner_call(model, decoder)
         return
     if parts.media is not None:
-        # ``generate`` asks the signature which images a model takes, and if it takes embeddings, which it then makes
-        # itself.
+        # ``generate`` reads from the signature which images a model takes, and whether it takes embeddings, which
+        # ``generate`` would then compute itself.
         about["forward"] = seen_as(
             type(model).forward, RingGenerator.forward, without="mm_encoder_outputs"
         )
@@ -355,7 +364,7 @@ def _note_what_stays(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> N
     note_buffers(model, layers)
     kind: Any = type(model)
     kind.__deepcopy__ = refuse_copy
-    # The model's own, as with ``mix_in``: torch remembers the class for ever.
+    # Set on the model, as ``mix_in`` does, since torch keeps the class forever.
     vars(model).update(
         ring_structure=structure_of(model),
         ring_loss_function=model.loss_function,

@@ -56,7 +56,7 @@ from ringspan.torch.tensor_parallel.split import refuse_split
 class InBlocks(NamedTuple):
     modules: list[nn.Module]
     chunk_tokens: int
-    option: str  # which option says so
+    option: str  # the option that sets it, for errors
     from_tokens: int = 0  # fewer local tokens than this are not cut
 
 
@@ -65,16 +65,19 @@ class Parts(NamedTuple):
     in_blocks: list[InBlocks]
     vocabularies: tuple[int, int] = (0, 0)
     loss: LossOptions = LossOptions()
-    head: nn.Module | None = None  # None of a model that ends in hidden states
+    head: nn.Module | None = None  # None if the model ends in hidden states
     head_parts: tuple[
         str, ...
-    ] = ()  # the modules that it is made of, where it is more than the output embedding
+    ] = ()  # the head's modules, if it is more than the output embedding
     router: RouterLoss | None = None
-    media: Kind | None = None  # how it sees or hears, where it does
+    media: Kind | None = None  # how it sees or hears, if it does
 
 
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
-    """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
+    """Return the parts of a model that ``parallelize`` changes.
+
+    Raise for anything that it cannot do, changing nothing.
+    """
     if isinstance(model, (RingCausalLM, RingDecoder)):
         raise UnsupportedError(
             f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once"
@@ -121,7 +124,7 @@ def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) 
 
 
 def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
-    """Raise for options that do not fit a model or mesh; a model without weights is enough to ask."""
+    """Raise for options that do not fit a model or mesh; the model may be without weights."""
     model, decoder = view.model, view.decoder
     axis, ring = tensor_axis(mesh), mesh.get_group("ring").size()
     tp = 1 if axis is None else axis.size()
@@ -182,6 +185,7 @@ def _with_head(
     parts: Parts,
     found: FoundHead,
 ) -> Parts:
+    """Return the parts with the head's: its modules, vocabularies, loss options, router loss and media."""
     model = parts.view.model
     if not found.shifts and _is_first(mesh):
         say_shifted(model)
@@ -216,7 +220,10 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
-    """Return the dtype that layers compute in, None for the parameters' own; ConfigError for no real numbers."""
+    """Return the dtype that layers compute in, or None if it is the parameters' own.
+
+    ConfigError if it is not a float dtype.
+    """
     if config.compute_dtype is None:
         return None
     dtype = getattr(torch, config.compute_dtype, None)
