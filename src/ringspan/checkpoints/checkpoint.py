@@ -73,10 +73,11 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True
     ) -> None:
+        """Prepare the folder, and a process group for saves that run next to training; collective."""
         self.folder, self.run_id = folder, run_id
         self._keep, self._asynchronous = keep, asynchronous
-        # Its own group: a save talks while the training step does. Gloo: it talks about what is on the CPU.
-        # One rank may write for long, so not for less time than such groups have by themselves.
+        # A separate group, because a save runs while a training step does; gloo, because its data is on the CPU.
+        # A rank may write for a long time, so the time-out is at least gloo's default.
         timeout = max(
             default_pg_timeout, timedelta(seconds=world_timeout_seconds(local_device()))
         )
@@ -105,7 +106,7 @@ class Checkpoints:
         on every rank; ``own``: this rank's; ``state``: JSON values, the same on every rank; ``mesh`` and ``layout``:
         for information.
         """
-        # One save at a time: two would need twice the memory, and could commit in the other order.
+        # One save at a time: two would need twice the memory, and could commit in reverse order.
         earlier = self.wait()
         if step == self.newest_step:
             return earlier
@@ -183,13 +184,13 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{folder / MANIFEST}: is of run {manifest.run_id}, expected {self.run_id}"
                 )
-            # Each file is read once in all, not once per rank: shards of a large model take minutes to verify.
+            # Each file is read by one rank only, since shards of a large model take minutes to verify.
             for name in sorted(manifest.files)[self._rank :: self._num_ranks]:
                 verify(folder, manifest, name)
             return hashlib.sha256(manifest.dump().encode()).hexdigest()
 
         manifest: Manifest | None = None
-        # On a shared file system that lags, or on none, ranks may resume from different steps and notice nothing.
+        # If a shared file system lags, or none is shared, ranks might resume from different steps unnoticed.
         if len(set(self._together("", work))) > 1:
             raise CheckpointError(
                 f"{folder / MANIFEST}: the ranks read different manifests; is the folder shared?"
@@ -204,7 +205,10 @@ class Checkpoints:
         shared: Mapping[str, Tensor | Part],
         own: Mapping[str, Tensor] | None,
     ) -> None:
-        """Fill tensors in place from a checked checkpoint of any mesh (``own``: equal ranks); errors are all ranks'."""
+        """Fill tensors in place from a checked checkpoint of any mesh; ``own`` tensors need an equal number of ranks.
+
+        Errors are raised on all ranks.
+        """
         mine = {
             _own_name(self._rank, name): tensor for name, tensor in (own or {}).items()
         }
@@ -216,10 +220,15 @@ class Checkpoints:
         return error
 
     def _save(self, snapshot: _Snapshot) -> None:
+        """Write a snapshot and commit it, in the thread of a save; note any error for ``wait``.
+
+        Ranks check the room together, write their shards, and rank 0 commits. After an error the scratch folder is
+        removed.
+        """
         complete = self.folder / f"step_{snapshot.step:08d}"
         scratch = self.folder / f"{complete.name}.tmp-{self.run_id}"
         try:
-            # All sizes first: whether there is room is known before a byte is written.
+            # Sizes are gathered first, so that missing room is known before a byte is written.
             sizes = self._together("", lambda: snapshot.num_bytes)
             self._on_first(
                 "no checkpoint", lambda: self._make_room(scratch, sum(sizes))
@@ -232,7 +241,7 @@ class Checkpoints:
                 self._on_first(
                     what, lambda: self._commit(scratch, complete, snapshot, parts)
                 )
-            # A half-written folder would take the room that the next save needs.
+            # A half-written folder would take up room that the next save needs.
             except BaseException:
                 if self._rank == 0:
                     shutil.rmtree(scratch, ignore_errors=True)
@@ -242,13 +251,13 @@ class Checkpoints:
             self._error = error
         except (
             RuntimeError
-        ) as error:  # a peer is gone; the training step finds the same
+        ) as error:  # a peer is gone, which the training step will notice too
             self._error = CheckpointError(f"step {snapshot.step} not saved: {error}")
 
     def _make_room(self, scratch: Path, num_bytes: int) -> None:
         free = shutil.disk_usage(self.folder).free
         needed = num_bytes + _HEADROOM_BYTES
-        # A disk that fills up halfway fails on some ranks and not on others, and has cost the time of the save.
+        # A disk that fills up halfway would fail on some ranks only, after most of the save's time.
         if free < needed:
             raise CheckpointError(
                 f"{self.folder}: {needed:,} bytes are needed, {free:,} are free; make room"
@@ -264,6 +273,10 @@ class Checkpoints:
         snapshot: _Snapshot,
         parts: Sequence["_Part"],
     ) -> None:
+        """Write the manifest, rename the scratch folder to the step's name, and remove old checkpoints, on rank 0.
+
+        Everything is synced before the rename, which is the commit; ``latest`` follows.
+        """
         whole = {name: entry for part in parts for name, entry in part.whole.items()}
         pieces: dict[str, list[Piece]] = {name: [] for name in whole}
         for part in parts:
@@ -282,18 +295,18 @@ class Checkpoints:
                 for name, (dtype, shape) in whole.items()
             },
         )
-        # The manifest is the last file written: a folder without one is no checkpoint.
+        # The manifest is written last: a folder without one is not a checkpoint.
         write_synced(scratch / MANIFEST, manifest.dump())
-        # refused when the run was resumed; the step was computed anew
         sync_folder(scratch)
+        # An existing folder did not verify when the run resumed, and its step was computed again.
         if complete.exists():
             complete.rename(self.folder / f"{complete.name}.tmp-replaced")
-        # The commit. A rename is atomic; what it names was synced before, and the folder that holds the name is after.
+        # The commit: a rename is atomic. The folder's content was synced before it, and its parent is synced after.
         scratch.rename(complete)
         sync_folder(self.folder)
         write_synced(self.folder / _LATEST, complete.name + "\n")
         sync_folder(self.folder)
-        # Later ones, which a run that was set back has not reached again, do not count as kept.
+        # Later steps, which a run that was set back has not reached again, do not count as kept.
         old = [name for name in saved_steps(self.folder) if name <= complete.name]
         for name in old[: -self._keep]:
             _remove(self.folder / name)
@@ -349,9 +362,10 @@ class _Part:
 
 
 def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) -> _Part:
+    """Write this rank's shard, if it has chunks, and return its file, its pieces and the tensors that it describes."""
     rank = checkpoints._rank
     name = f"rank_{rank:05d}.safetensors"
-    # Rank 0 speaks for what all share; the others for what is theirs alone.
+    # Rank 0 describes the shared tensors, and the other ranks only their own.
     own = _own_name(rank, "")
     whole = {
         n: facts
@@ -391,7 +405,7 @@ def _own_name(rank: int, name: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    # By another name first, since removing a folder takes a while and may be cut short.
+    # Renamed first, since removing a folder takes a while and may be interrupted.
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -55,6 +55,7 @@ class TensorEntry(_Record):
 
     @model_validator(mode="after")
     def _pieces_make_it_up(self) -> "TensorEntry":
+        """Raise ValueError unless pieces lie inside the tensor, begin at different places and add up to it."""
         for piece in self.pieces:
             inside = len(piece.offset) == len(piece.shape) == len(self.shape) and all(
                 first + size <= whole
@@ -84,7 +85,7 @@ class Manifest(_Record):
     num_ranks: int = Field(ge=1)
     mesh: dict[str, int]
     layout: str
-    # JSON values for resuming: data position, guard, configuration
+    # JSON values for resuming, such as the data's position and the guard's state.
     state: dict[str, Any]
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
@@ -127,7 +128,7 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
 
 
 def origin_of(run_id: str, step: int) -> dict[str, str]:
-    """Return what a shard's header says about its save."""
+    """Return a shard header's record of its save."""
     return {"run_id": run_id, "step": str(step)}
 
 
@@ -155,7 +156,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a tensor split like another that may lie elsewhere: moments in host memory."""
+    """This rank's part of a tensor that is split like another one but may be elsewhere, such as moments on the host."""
 
     local: Tensor
     like: DTensor
@@ -174,7 +175,7 @@ def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
     if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
         yield Chunk((0,) * tensor.ndim, tensor.detach())
         return
-    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
+    # torch.distributed.checkpoint plans with the same places, for every kind of sharding.
     places: Any = (
         tensor.like if isinstance(tensor, Part) else tensor
     ).__create_chunk_list__()
@@ -209,6 +210,10 @@ def write_shard(
 def read_tensors(
     folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]
 ) -> None:
+    """Fill tensors in place with this rank's parts; each part is read from the pieces that overlap it.
+
+    Raises CheckpointError for a tensor that the checkpoint lacks or has with another dtype or shape.
+    """
     with opened_files(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
@@ -265,6 +270,7 @@ def _read_slice(
     part: Region,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Return a part of a piece; raise CheckpointError if the file has the piece with another shape or dtype."""
     with refused(
         f"{path}: {name}",
         SafetensorError,

@@ -36,10 +36,10 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
 def run_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | Part]:
-    """Collect the tensors to resume from: trained parameters, buffers, optimizer state; frozen ones are in the folder.
+    """Return the tensors to resume from: trained parameters, buffers and optimizer state, without frozen parameters.
 
-    A fresh optimizer gets its first step's state to load into; tensors in host memory are parts of one split like its
-    weight.
+    A fresh optimizer first gets the state of its first step to load into. A tensor in host memory is a part, split like
+    its weight.
     """
     _make_state(optimizer)
     parameters: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def run_state(
             and not is_local(optimizer)
         ):
             for key, value in optimizer.state[parameter].items():
-                # A step count is one number, the same on every rank; what has dimensions is as split as its weight.
+                # A step count is one number, equal on every rank; state with dimensions is split like its weight.
                 is_split = isinstance(parameter, DTensor) and value.ndim > 0
                 is_part = is_split and not isinstance(value, DTensor)
                 tensors[f"optimizer/{name}/{key}"] = (
@@ -72,8 +72,11 @@ def load_state(
     checkpoints: Checkpoints, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part],
     optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor],
 ) -> bool:  # fmt: skip
-    """Fill tensors from a checkpoint (``own`` ones and True if it has as many ranks); errors are all ranks'."""
-    # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
+    """Fill tensors from a checkpoint; return True if it has this number of ranks, and then fill ``own`` ones too.
+
+    Errors are raised on all ranks.
+    """
+    # A tensor that the model lacks would be lost without an error. Names of ranks' own tensors begin with "rank ".
     unknown = [
         name
         for name in manifest.tensors
@@ -102,11 +105,11 @@ def _lacking(name: str, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state by a step at rate 0: it knows its moments' place and bits."""
+    """Let an optimizer create its state by a step at rate 0; only it knows where and in what dtype it is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
-    # Those that have a state keep it: this is called for running optimizers too.
+    # Parameters with a state keep it, since this is called for running optimizers too.
     fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
     if not fresh:
         return
@@ -145,7 +148,10 @@ def restore(
     checkpoints: Checkpoints, folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Restore model, optimizer and random numbers, seeded again on other numbers of ranks; errors are all ranks'."""
+    """Restore model, optimizer and random numbers; with another number of ranks, seed these again.
+
+    Errors are raised on all ranks.
+    """
     tensors = run_state(model, optimizer)
     random = random_state(device)
     if not load_state(checkpoints, folder, manifest, tensors, optimizer, random):
