@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         RingSFTTrainer,
     )
 
-# Imported when they are first used: TRL may be missing.
+# Imported on first use, since TRL may be missing.
 _TRL = frozenset(
     f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
 )

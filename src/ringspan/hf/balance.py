@@ -16,7 +16,7 @@ from ringspan.hf.batches import classifies
 from ringspan.hf.seams import method_behind
 
 _log: Final = logging.getLogger(__name__)
-# Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
+# These ``compute_loss`` divide a sum over targets by the step's number of targets, not by the micro-batch's own.
 _COUNTED: Final = frozenset(
     {"transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer"}
 )
@@ -66,7 +66,7 @@ class EvenSampler(Sampler[int]):
 
 
 def balance_steps(trainer: Any, loader: Any) -> None:
-    """Deal a trainer's loader by its examples' work, in place."""
+    """Distribute a trainer's examples by their work, in place; raise if that would change its loss."""
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if sampler is None or not has_length(trainer.train_dataset):
@@ -92,7 +92,7 @@ def balance_steps(trainer: Any, loader: Any) -> None:
 
 
 def _uncounted(trainer: Any) -> str | None:
-    """Name the loss that may not be a sum over a step's targets over their number; None if it is one."""
+    """Return the name of a loss that is not a sum over a step's targets divided by their number, or None."""
     method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
     if classifies(trainer.model):

@@ -1,9 +1,10 @@
 """A model on a ring that is called like any model: with whole batches, for whole results.
 
-Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split there. Gradients are averaged
-over replicas: to a trainer a ring is one process. TRL's fused head (``add_fused_lm_head``) is a ``forward``: decoder,
-then TRL's kernels; here the ring's pass runs the decoder, and TRL's forward gets local hidden states in place of a
-model. B batch, S global tokens, T local tokens, V vocabulary, L labels, R replicas.
+Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split in the model's call. Gradients
+are averaged over replicas, because a trainer counts a ring as one process. TRL's fused head (``add_fused_lm_head``) is
+a ``forward`` that runs the decoder, then TRL's kernels. Here the ring's pass runs the decoder, and TRL's forward gets a
+stand-in for the model that returns local hidden states. B batch, S global tokens, T local tokens, V vocabulary, L
+labels, R replicas.
 """
 
 import inspect
@@ -50,7 +51,7 @@ from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)
-# of TRL's fused output
+# Fields of TRL's fused output.
 FIELDS: Final = (
     "log_probs",
     "entropy",
@@ -109,7 +110,10 @@ class WholeBatches:
             )
 
     is_gradient_checkpointing = is_activation_checkpointing = False
-    """Transformers' own flags, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
+    """Flags of transformers, which TRL turns off in passes without gradients.
+
+    A ring's checkpoints keep nothing then.
+    """
 
     def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
         """Note once that ``RingConfig(checkpoint=...)`` decides."""
@@ -159,12 +163,15 @@ def takes_whole_batches(
     config: RingConfig,
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Put a model on a ring if needed and let it take whole batches, in place. ``autocast`` makes its contexts."""
+    """Put a model on a ring if it is not yet, and let it take whole batches, in place.
+
+    ``autocast`` makes its contexts.
+    """
     base: Any = base_of(model)
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
-        # what is drawn next is what one process would draw
+        # The random state is kept, so that later draws equal one process's.
         with torch.random.fork_rng(devices):
             put_on_mesh(model, mesh, config.step)  # pyright: ignore[reportArgumentType]
     if config.shared_prefix and _is(base, RingClassifier) and not pools(base):
@@ -177,7 +184,7 @@ def takes_whole_batches(
             "ring_min_shared": config.min_shared,
         }
         mix_in(base, WholeBatches, **about, forward=seen_as(plain, type(base).forward))
-        # the mean over replicas, as of data parallelism
+        # Gradients are means over replicas, as in data parallelism.
         for module in base.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(
@@ -204,6 +211,11 @@ def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 
 def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Run a whole batch of a causal LM and return its output; the three cases of a result are told apart here.
+
+    Fused: TRL's per-token fields, gathered. With labels: the loss, scaled for replicas. Otherwise, or if
+    ``whole_logits`` asks: logits (B, S, V) gathered from local ones, and with labels the evaluation loss from them.
+    """
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     is_fused, count = kwargs.pop("fused_lm_head", False), None
     least, shared = model.ring_min_shared, None
@@ -235,7 +247,7 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         )
         if output.aux_loss is not None:
             output.aux_loss = _of_replica(model, output.aux_loss, is_counted=False)
-            # as TRL's fused head has it
+            # TRL's fused head adds it with this coefficient.
             coefficient = getattr(
                 text_config(model.config), "router_aux_loss_coef", 0.0
             )
@@ -284,7 +296,10 @@ def _counted(number: Any) -> int | None:
 
 
 def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
-    """Convert a loss to one whose mean over R replicas is right; FSDP divides by R, callers multiply a counted one."""
+    """Scale a loss's value and gradient for R replicas.
+
+    FSDP divides gradients by R, and callers multiply a loss with counted targets by R.
+    """
     replicas = model.ring_mesh.get_group("replicate").size()
     if replicas == 1:
         return loss
@@ -396,7 +411,7 @@ def _per_token(
         base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),
         get_output_embeddings=model.get_output_embeddings,
     )
-    # The load-balancing loss is the ring's, over the tokens of all ranks.
+    # The ring computes the load-balancing loss, over the tokens of all ranks.
     output = forward(
         in_place,
         fused_lm_head=True,
@@ -416,13 +431,17 @@ def classifies(model: nn.Module) -> bool:
 def classified(
     model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]
 ) -> object:
-    """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
+    """Run the whole batch of a classifier: logits (B, L), or (B, S, L) for tokens, on all ranks.
+
+    With labels also a loss.
 
     Classifiers take a mean; if Trainer has counted targets, it multiplies by the count, so the loss is 1/R of the mean.
     """
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)
-    kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
+    kwargs.pop(
+        "margin", None
+    )  # TRL's reward trainer passes all of its batch to the model
     with preparing(model.ring_mesh, "a forward pass"):
         if labels is not None and not pools(model):
             refuse_targets_of_padding(
@@ -443,7 +462,7 @@ def classified(
         logits = shared.of_targets(logits).sum(1)
     if not pools(model):
         length, lengths = whole["input_ids"].shape[1], local.get("document_lengths")
-        # losses look at it flat
+        # Losses view the logits as flat.
         logits = gathered_tokens(model, logits, length, lengths).contiguous()
     output.logits = logits
     if labels is None:

@@ -72,7 +72,7 @@ def ring_accelerator(
                 "replicate=..., tp=...)"
             )
     if not torch.accelerator.is_available():
-        # otherwise accelerate counts one process there, however many were launched
+        # Otherwise accelerate counts one process on a machine without accelerators.
         options.setdefault("cpu", True)
     made = Accelerator(**options)
     refuse_accelerator(made)
@@ -186,6 +186,7 @@ class LoopAccelerator(RingAccelerator):
         with self._without_split() as (models, optimizers), ExitStack() as stack:
 
             def read(_: object, folder: str) -> None:
+                """Load each model's weights and each optimizer's state, in accelerate's order."""
                 for number, model in enumerate(models):
                     file = Path(folder) / (
                         _WEIGHTS if number == 0 else f"model_{number}.safetensors"
@@ -220,7 +221,7 @@ class LoopAccelerator(RingAccelerator):
     def _without_split(
         self,
     ) -> Iterator[tuple[list[RingModel], list[AcceleratedOptimizer]]]:
-        """Hide split objects while accelerate saves or loads what each rank has whole."""
+        """Yield models and optimizers, hidden from accelerate while it saves or loads all other objects."""
         kept = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:

@@ -21,7 +21,7 @@ from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.model.adapters import base_of, is_peft
 
 FOLDER: Final = "ring_optimizer"
-_RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
+_RUN: Final = "trainer"  # one name for all, since a folder holds one save
 
 
 def save_optimizer(

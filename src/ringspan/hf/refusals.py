@@ -33,6 +33,10 @@ def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
 def _unsupported(
     args: TrainingArguments, ring: RingConfig
 ) -> Iterator[tuple[str, str]]:
+    """Yield (argument, remedy) for each training argument that a ring does not support.
+
+    The table has the simple ones.
+    """
     if getattr(args, "parallelism_config", None) is not None:
         yield (
             "parallelism_config, a second parallelism besides the ring,",
@@ -123,7 +127,7 @@ def refuse_loss_options(model: RingModel) -> None:
             )
 
 
-# What the errors say that a ``compute_loss`` written for one process runs into, and what to do instead.
+# Texts of errors that a ``compute_loss`` written for one process runs into, and their remedies.
 _EXPLAINED: Final = {
     "'NoneType'": "a pass with labels gives the loss alone on a ring: take them out before, "
     "labels = inputs.pop('labels'), and the pass gives whole logits",
@@ -163,7 +167,7 @@ def refuse_callback(callback: object) -> None:
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Raise ConfigError for an optimizer made before the model went onto the ring, whose weights it lacks."""
+    """Raise ConfigError for an optimizer created before the model went onto the ring, which holds the old weights."""
     if optimizer is None:
         return
     ours = {id(parameter) for parameter in model.parameters()}

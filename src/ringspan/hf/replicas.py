@@ -1,4 +1,4 @@
-"""An accelerator that counts a ring as one process: it deals out, gathers and averages per replica."""
+"""An accelerator that counts a ring as one process: it distributes, gathers and averages per replica."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +46,10 @@ class RingAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Return the model on the ring, never wrapped; for evaluation another kind (a reward model) as it is."""
+        """Return the model on the ring, never wrapped.
+
+        For evaluation, a model without a head (a reward model) as it is.
+        """
         head = getattr(model, "get_output_embeddings", None)
         if (
             evaluation_mode
@@ -165,7 +168,7 @@ def without_repeats(
         state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)
     ):
         return inputs
-    # packed: not a row an example
+    # In packed batches a row is not an example.
     rows, loader = len(labels), cast("Any", state.active_dataloader)
     if rows * accelerator.num_processes != loader.total_batch_size:
         return inputs
@@ -179,8 +182,8 @@ def count_rings(
 ) -> RingAccelerator:
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
-    # which one process would read for all, batch by batch
     ours.ring_mesh, ours.ring_config = mesh, config
+    # Otherwise one process may read a stream for all others, batch by batch.
     if ours.dataloader_config.dispatch_batches is None:
         ours.dataloader_config.dispatch_batches = False
     return ours

@@ -21,13 +21,13 @@ from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.collectives import T, gather, gather_over
 
-Failure = tuple[Callable[..., Any], Exception]  # what raised, and what
+Failure = tuple[Callable[..., Any], Exception]  # a function, and what it raised
 
 _log: Final = logging.getLogger(__name__)
 
 
 def count_generations(args: Any, replicas: int) -> None:
-    """Count a generation's completions by replica, where TRL counts ranks; ``steps_per_generation`` stays."""
+    """Set a generation's number of completions by replicas, while TRL counts ranks; ``steps_per_generation`` stays."""
     steps = getattr(args, "steps_per_generation", None)
     if steps is None:
         return
@@ -74,7 +74,7 @@ def share_rollouts(trainer: Any) -> None:
 def _rewards(
     result: Iterable[float | None], num_completions: int
 ) -> list[float | None]:
-    """Raise ValueError or TypeError for rewards but numbers or None, on all ranks; TRL lets others wait."""
+    """Return rewards as a list; raise ValueError or TypeError unless each completion has a number or None."""
     rewards = list(result)
     torch.tensor(
         [math.nan if reward is None else reward for reward in rewards],
@@ -101,7 +101,9 @@ def first_of_ring(
             result = function(*args, **kwargs)
             if checked is not None:
                 result = checked(result, len(kwargs["prompts"]))
-        except Exception as raised:  # whatever it is, the other ranks are to hear of it
+        except (
+            Exception
+        ) as raised:  # caught whatever its kind, since other ranks have to know
             failures.append((function, raised))
         raise_on_all(failures, mesh)
         return of_first(result, mesh)
@@ -118,7 +120,7 @@ def failing_later(
     async def noting(*args: object, **kwargs: Any) -> list[float | None]:
         try:
             return _rewards(await function(*args, **kwargs), len(kwargs["prompts"]))
-        except Exception as raised:  # as above
+        except Exception as raised:  # caught whatever its kind, as above
             failures.append((function, raised))
             return [0.0] * len(kwargs["prompts"])
 
@@ -186,7 +188,8 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
     ]
     for space, name in found:
         space[name] = ours[name]
-    trainer.ring_failures.clear()  # of a rollout that something else has ended
+    # Failures of a rollout that another error has ended.
+    trainer.ring_failures.clear()
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Every private name of other libraries that ``ringspan.hf`` uses; a test names one that a release moves."""
+"""Every private name of other libraries that ``ringspan.hf`` uses; a test names those that a release has moved."""
 
 import inspect
 import sys
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
             **kwargs: object,
         ) -> Any: ...
 else:
-    _Trainer = object  # the mix-in stands before whichever trainer
+    _Trainer = object  # the mix-in may precede any trainer
 
 _TABLE: Final = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -45,9 +45,9 @@ _TABLE: Final = tomllib.loads(
 OVERRIDDEN: Final[dict[str, dict[str, list[str]]]] = _TABLE["overridden"]
 GATHERS: Final[dict[str, list[str]]] = _TABLE["gathers"]
 SOURCE: Final[dict[str, list[str]]] = _TABLE["source"]
-# of a trainer's class a sixth of a second, for each trainer
+# Cached, since reading a trainer's class takes a sixth of a second.
 _source: Final = cache(inspect.getsource)
-# in the place of what a release no longer has, or not yet; without methods of its own
+# Stands for a class that a release lacks, and has none of its methods.
 _GONE: Final = type(None)
 
 
@@ -57,7 +57,7 @@ class TrainerSeams(_Trainer):
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_tool_suffix_ids(self: Any, tool_messages: object) -> Any:
-        # Of the ring's first rank: a tool's answer on others may differ, or fail.
+        # Taken from the ring's first rank, since a tool's answer on other ranks may differ, or fail.
         answer = super()._get_tool_suffix_ids(tool_messages)  # pyright: ignore[reportAttributeAccessIssue]
         return of_first(answer, self.ring_mesh)
 
@@ -104,7 +104,7 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def method_behind(trainer: object, name: str) -> FunctionType:
-    """Return a trainer's method past the one that the ring puts before it."""
+    """Return a trainer's method that the ring's mix-in overrides."""
     owners = (
         kind
         for kind in type(trainer).__mro__
@@ -164,7 +164,7 @@ def check_seams() -> None:
 def _find(place: str) -> Any:
     module, _, name = place.partition(":")
     top = module.partition(".")[0]
-    # TRL imports its trainers when they are used
+    # TRL imports its trainers on first use.
     needed = module if module.endswith("_trainer") else top
     return (
         getattr(import_module(module), name, _GONE) if needed in sys.modules else None

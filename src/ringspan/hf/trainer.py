@@ -53,7 +53,7 @@ from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
-# After these a trainer looks at what callbacks have asked for, or returns. Of the others it is agreed on then.
+# After these events a trainer acts on callbacks' requests, or returns; requests of other events are agreed on then.
 _EVENTS: Final = frozenset(
     f"on_{event}"
     for event in (
@@ -112,7 +112,7 @@ class AgreedCallbacks(CallbackHandler):
 
 
 class RingTrainerMixin(TrainerSeams):
-    """Mix-in before a trainer of transformers or TRL: its model is split over a ring, all else keeps its meaning.
+    """Mix-in before a trainer of transformers or TRL: its model is split over a ring, and all else keeps its meaning.
 
         class Trainer(RingTrainerMixin, transformers.Trainer): ...
 
@@ -186,8 +186,8 @@ class RingTrainerMixin(TrainerSeams):
         refuse_arguments(self.args, self.ring)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
-        # which a group that is there, or on CPUs, lacks
         self.ring_mesh = self.ring.make_mesh()
+        # An existing group, or one on CPUs, does not have ddp_timeout yet.
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:
             wait_for(self.ring_mesh, self.args.ddp_timeout)
         self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring)
@@ -205,7 +205,7 @@ class RingTrainerMixin(TrainerSeams):
         takes_whole_batches(model, self.ring_mesh, self.ring, autocast)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return Trainer's batches, the same within a ring; random draws of workers are by replica too."""
+        """Return Trainer's batches, equal within a ring; random draws of workers differ by replica too."""
         loader = super().get_train_dataloader()
         if getattr(loader, "worker_init_fn", None) is not None:
             workers = self.args.dataloader_num_workers
@@ -219,7 +219,7 @@ class RingTrainerMixin(TrainerSeams):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return a step's batches, of equal number on all ranks before replicas count the targets together."""
+        """Return a step's batches, equal in number on all ranks before replicas count targets together."""
         if self.accelerator.num_processes > 1:
             batches = list(islice(epoch_iterator, num_batches))
             check_call(
@@ -250,7 +250,7 @@ class RingTrainerMixin(TrainerSeams):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object
     ) -> Any:
-        """Compute the loss; a user's own function gets no label that padding would predict."""
+        """Compute the loss; raise if a user's own function would get a target that is predicted from padding."""
         labels, ids = inputs.get("labels"), inputs.get("input_ids")
         asks = self.compute_loss_func is not None and not classifies(self.model)
         if (
@@ -271,7 +271,7 @@ class RingTrainerMixin(TrainerSeams):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Run Trainer's step; return logits (B, S, V) in sequence order if wanted."""
-        if not classifies(self.model):  # whose loss is its replica's own
+        if not classifies(self.model):  # a classifier's loss covers only its replica
             inputs = without_repeats(self.accelerator, inputs)
         with whole_logits(self.model, wanted=not prediction_loss_only):
             found = super().prediction_step(
@@ -301,7 +301,7 @@ class RingTrainerMixin(TrainerSeams):
 
     def save_progress(self, output_dir: str) -> None:
         """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
-        # unless what is saved before it has raised
+        # Raises on all ranks if saving anything before has failed on one.
         check_call(self.ring_mesh, Call("saving the optimizer"))
         save_optimizer(
             Path(output_dir),

@@ -32,7 +32,7 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
         out = model(
             input_ids=ids,
             attention_mask=mask,
-            # prompts too, as for the first of ORPO's losses
+            # Prompts have labels too, for the first of ORPO's losses.
             labels=ids.masked_fill(mask == 0, -100),
             use_cache=False,
             fused_lm_head=True,
