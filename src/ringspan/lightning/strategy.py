@@ -35,7 +35,7 @@ from ringspan.torch.memory.sharding import settle
 from ringspan.torch.runtime.mesh import make_mesh, split_world
 
 
-# The private names of Lightning that a ring uses; a test names what a release moves.
+# Private names of Lightning that a ring uses; a test names those that a release has moved.
 def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     private: Any = module
     private._device_mesh = mesh
@@ -44,8 +44,8 @@ def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 class Dealing:
     """A rank's examples, in the order of the user's loader.
 
-    Lightning's own training sampler shuffles even if the user's does not, so it is kept from that, and asked for the
-    same sampler again with the loader's order.
+    Lightning's own training sampler shuffles even if the user's does not. So it is turned off, and created later with
+    the loader's order.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -55,12 +55,12 @@ class Dealing:
         self._is_ours = False
 
     def take_over(self, *, ours: bool) -> None:
-        """Stop Lightning from dealing examples out, or let it, by ``Trainer(use_distributed_sampler=...)``."""
+        """Stop Lightning from distributing examples if ``ours``, else restore the user's setting."""
         self._is_ours = ours
         self._connector.use_distributed_sampler = self._is_wanted and not ours
 
     def dealt(self, loader: object, stage: object) -> object:
-        """Return the loader of this rank's examples, unless Lightning dealt them out."""
+        """Return a loader of this rank's examples; the same loader if Lightning has distributed them."""
         if not self._is_ours or not isinstance(loader, DataLoader):
             return loader
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -81,7 +81,7 @@ class Dealing:
             self._connector.use_distributed_sampler = before
 
 
-# What Lightning does to a model for them is what a ring's model does itself, or nothing.
+# For these precisions Lightning does nothing to a model, or what a ring's model does itself.
 _PRECISIONS: Final = ("32-true", "bf16-mixed")
 # Callbacks that work on whole weights, and how.
 _CALLBACKS: Final = (
@@ -158,8 +158,8 @@ class RingStrategy(ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected before"
         _refuse_callbacks(module.trainer)
-        # a trainer that fits and then validates has one model, on one mesh
-        super().setup_environment()  # with a mesh of two axes, which nobody uses
+        super().setup_environment()  # creates a mesh of two axes that is not used
+        # A trainer that fits and then validates has one model, and so keeps one mesh.
         if self._ring_mesh is None:
             self._ring_mesh = make_mesh(self.root_device.type, *found, tp)
         give_mesh(module, self._ring_mesh)
@@ -204,7 +204,7 @@ class RingStrategy(ModelParallelStrategy):
         *args: object,
         **kwargs: object,
     ) -> Tensor:
-        """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
+        """Run Lightning's backward pass once all ranks have returned from ``training_step`` and its callbacks."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -239,7 +239,7 @@ class RingStrategy(ModelParallelStrategy):
         )
         is_new = not inner.state
         state = super().optimizer_state(inner)
-        if is_new:  # torch has taken a step, of length 0, to have something to save
+        if is_new:  # torch has taken a step of length 0 to create a state
             inner.state.clear()
             for values in state.get("state", {}).values():
                 values |= {
@@ -266,7 +266,7 @@ class RingStrategy(ModelParallelStrategy):
 
 
 class ToldErrors(Callback):
-    """First of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
+    """First of a trainer's callbacks: tells other ranks of an error before later callbacks save on all ranks."""
 
     def on_exception(
         self, trainer: Trainer, pl_module: object, exception: BaseException
@@ -291,13 +291,13 @@ class AgreedStop(Callback):
         self.mesh = mesh
 
     on_train_start = _agreeing("the start of training")
-    # before Lightning asks for another one
+    # Before Lightning fetches another batch.
     on_train_batch_end = _agreeing("the end of a training batch")
-    # before gradients are clipped together
+    # Before gradients are clipped, which all ranks do together.
     on_before_optimizer_step = _agreeing("an optimizer step")
     on_validation_end = _agreeing("the end of a validation")
     on_train_epoch_end = _agreeing("the end of an epoch")
-    # so that no rank is gone when another raises
+    # No rank may be gone when another one raises.
     on_train_end = _agreeing("the end of training")
 
 
