@@ -17,7 +17,7 @@ def template_of(processor: Any, *, has_tools: bool = False) -> str:
     """Return the template that ``apply_chat_template`` takes; an empty one if there is none."""
     template = getattr(processor, "chat_template", None)
     if isinstance(template, dict):
-        # a processor always takes the default
+        # A processor always uses the default template.
         is_tokenizer = not hasattr(processor, "tokenizer")
         name = (
             "tool_use"

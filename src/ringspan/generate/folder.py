@@ -114,21 +114,21 @@ def tokenizer_folder(folder: str) -> str | None:
 def load_tokenizer(
     folder: str, config: PreTrainedConfig, *, chats: bool = False
 ) -> Tokenizer:
-    """Load the tokenizer; raise ConfigError if it is missing, has another vocabulary, or cannot write what it is for.
+    """Load the tokenizer; raise ConfigError if it is missing or has a larger vocabulary than the model.
 
-    With ``chats``, a chat template, if any, must be valid.
+    With ``chats``, its chat template, if any, must be valid.
     """
     source = tokenizer_folder(folder)
     if source is None:
         raise ConfigError(
             f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained"
         )
-    # tokenizers raises plain Exceptions for files that it cannot read
+    # tokenizers raises plain Exceptions for unreadable files.
     with refused(f"{folder}: its tokenizer cannot be read", Exception):
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
-    # Tokens that were added, an image's say, may have ids beyond a model of text; a prompt that has them is refused.
+    # Added tokens, such as an image's, may have ids beyond a text model's vocabulary; a prompt with them is refused.
     vocabulary = text_config(config).vocab_size
     if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
@@ -161,7 +161,7 @@ def check_ids(
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the model without weights, of which ``parallelize`` reads a part; with an adapter, merge on the CPU."""
+    """Return the model without weights, which ``parallelize`` reads in parts; with an adapter, merged on the CPU."""
     folder = base_folder(settings.folder)
     is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
     files = WeightFiles(Path(folder), config, adapter=is_adapter)
@@ -187,7 +187,7 @@ def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     tied = tied_names(model)
     with refused(f"{folder}: is no adapter for this model", *kinds), asking_as_before():
         peft = PeftModel.from_pretrained(model, folder, is_trainable=False)
-        # names of layers that the adapter wraps differ
+        # Tied layers that the adapter wraps have other names, and are no longer tied once merged.
         is_apart = tied_names(base_of(peft)) != tied
         if is_apart:
             untie(base_of(peft))

@@ -26,7 +26,7 @@ from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
 
-PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothing
+PATIENCE_SECONDS: Final = 600.0  # for ranks that report but exchange nothing
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Session:
 
     @property
     def num_beams(self) -> int:
-        """Beams of the model's generation_config. A cache of several beams cannot continue."""
+        """Beams of the model's generation_config; a cache of several beams cannot be continued."""
         return self.model.generation_config.num_beams or 1
 
     def new_cache(self) -> RingCache:
@@ -113,7 +113,7 @@ class Session:
 
     def _refuse_unsaved(self) -> None:
         """Raise UnsupportedError if the model's caches cannot be saved, before a text is read for one."""
-        # a token shows what their indexes keep
+        # Only a generated token shows what the indexes keep in the cache.
         cache = self.model.new_cache()
         if choosing_modules(decoder_on_ring(self.model)):
             token = torch.zeros(1, 1, dtype=torch.int64, device=local_device())
@@ -144,7 +144,7 @@ class Session:
         """Generate after ``ids``, whose beginning the cache may hold already."""
         cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)
-        # no text is known before their end, and transformers streams none
+        # With beams, no text is known before the end, and transformers does not stream.
         has_beams = self.num_beams > 1
         self.model.ring_on_read = self._on_read(
             len(ids), listener.wrote if has_beams else None
@@ -183,7 +183,7 @@ class Session:
         self, total: int, wrote: Callable[[int], None] | None
     ) -> Callable[[int], None]:
         def read(tokens: int) -> None:
-            if tokens <= total:  # of the prompt, not of what follows
+            if tokens <= total:  # tokens of the prompt, not generated ones
                 self.watchdog.be(0, "reading the prompt", PATIENCE_SECONDS)
                 self.observer.read(tokens, total)
             if tokens >= total and wrote is not None:
@@ -250,7 +250,7 @@ WAIT_SECONDS: Final = 2.0
 
 @dataclass
 class Conversation:
-    """All tokens so far, a ``book``'s first, and the same as messages of a chat template, if it exists."""
+    """All tokens of a conversation so far, beginning with a ``book``'s, and its messages for a chat template."""
 
     tokenizer: Tokenizer
     book: list[int] = field(default_factory=list)
@@ -264,7 +264,7 @@ class Conversation:
     def ask(
         self, line: str, check: Callable[[list[int]], None] = lambda ids: None
     ) -> bool:
-        """Add a user's line; return False if templates drop old answers, so that the cache is void."""
+        """Add a user's line; return False if the template dropped old answers, so that the cache is no longer valid."""
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
             ids = self.ids + self._encode(
@@ -289,7 +289,7 @@ class Conversation:
         return goes_on
 
     def answered(self, token_ids: list[int]) -> None:
-        """Add the model's answer. An end of text belongs to a template, and otherwise would end all that follows."""
+        """Add the model's answer; without a template, drop an end-of-text token, which would end all later text."""
         ended = bool(token_ids) and token_ids[-1] == self.tokenizer.eos_token_id
         if ended and not self.tokenizer.chat_template:
             token_ids = token_ids[:-1]
@@ -307,7 +307,7 @@ class Lines:
         self._descriptor, self._read, self._is_over = descriptor, b"", False
 
     def next(self, seconds: float = WAIT_SECONDS) -> tuple[str | None, bool]:
-        """Return the next line that is not blank, or None so far; and True at the end."""
+        """Return the next line that is not blank, or None if it has not come yet; and True at the end."""
         while True:
             if b"\n" in self._read or (self._is_over and self._read):
                 line, _, self._read = self._read.partition(b"\n")
@@ -349,7 +349,8 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
                 line, lambda ids: check_ids(ids, model.settings, model.model.config)
             )
         except ConfigError as error:
-            if is_option:  # of the command, which ends with it as with any other
+            # The command's own prompt: an error ends the command.
+            if is_option:
                 raise
             model.observer.refused(str(error))
         else:

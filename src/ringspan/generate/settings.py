@@ -48,6 +48,7 @@ class GenerateSettings(ModelSettings):
     """Seconds of silence of a rank after which all are ended."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for the first option that is out of range, unknown, or a wrong folder."""
         for name in ("max_new_tokens", "tp", "prefill_tokens"):
             value = getattr(self, name)
             check_option(name, value, value is None or value >= 1, "at least 1")
