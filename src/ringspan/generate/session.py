@@ -79,7 +79,10 @@ class Session:
         return self.model.load_cache(self.settings.load_cache, dtype)
 
     def answer_once(self, ids: Sequence[int]) -> Answer:
-        """Generate after ``ids``, which follow the loaded cache's; save the cache if asked; errors are all ranks'."""
+        """Generate after ``ids``, which follow the loaded cache's, and save the cache if asked.
+
+        Errors are raised on all ranks.
+        """
         book, cache = self.opened()
         if book:
             ids = [*book, *ids]
@@ -89,7 +92,7 @@ class Session:
         return answer
 
     def opened(self) -> tuple[list[int], RingCache]:
-        """Return the named cache and its tokens, or a new one and none; errors are all ranks'."""
+        """Return the loaded cache and its tokens, or a new cache and no tokens; errors are raised on all ranks."""
         if self.num_beams > 1 and (
             self.settings.load_cache or self.settings.save_cache
         ):

@@ -211,7 +211,7 @@ def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 
 def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """Run a whole batch of a causal LM and return its output; the three cases of a result are told apart here.
+    """Run a whole batch of a causal LM and return its output, in one of three forms.
 
     Fused: TRL's per-token fields, gathered. With labels: the loss, scaled for replicas. Otherwise, or if
     ``whole_logits`` asks: logits (B, S, V) gathered from local ones, and with labels the evaluation loss from them.

@@ -61,7 +61,7 @@ def share_rollouts(trainer: Any) -> None:
         return
     set_seed(trainer.args.seed + trainer.accelerator.process_index)
     mesh = trainer.ring_mesh
-    if getattr(trainer, "rollout_func", None) is not None:  # RLOO takes none
+    if getattr(trainer, "rollout_func", None) is not None:  # RLOO has no such argument
         trainer.rollout_func = first_of_ring(trainer.rollout_func, mesh)
     trainer.ring_failures = []
     for place, function in enumerate(trainer.reward_funcs):

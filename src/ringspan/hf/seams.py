@@ -22,7 +22,7 @@ from ringspan.hf.rollouts import of_first, rollout_of_replica
 if TYPE_CHECKING:
 
     class _Trainer(Trainer):
-        """Methods whose arguments are handed on, whatever a release's are."""
+        """Methods whose arguments are passed on, since releases differ in them."""
 
         def __init__(self, *args: object, **kwargs: object) -> None: ...
         def train(self, *args: object, **kwargs: object) -> TrainOutput: ...

@@ -165,7 +165,7 @@ def prepare(
         model := add_adapter(base, config.adapter, config.model.path, seed=config.seed)
     ) is not base:
         num_trained = model.num_parameters(only_trainable=True)
-        # Frozen weights need two products of three: no gradient of their own.
+        # Frozen weights get no gradient, so they take part in two products instead of three.
         num_weights = num_trained + num_weights * 2 / 3
     else:
         num_trained = num_parameters

@@ -130,7 +130,7 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
                 f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use reverse mode: "
                 "torch.autograd.grad or backward"
             )
-        # Dynamo knows no such question; what it traces meets torch's own error.
+        # Dynamo cannot trace this question; traced code gets torch's own error.
         functorch: Any = torch._C._functorch  # pyright: ignore
         if not torch.compiler.is_compiling() and functorch.is_gradtrackingtensor(x):
             raise UnsupportedError(

@@ -176,7 +176,7 @@ class Ulysses:
             parts[self.member] = torch.cat(
                 _pieces(tensor, layout.places(self.member)), dim=2
             )
-            # In the order of members on every rank, so that sums round alike and runs repeat to the bit.
+            # In the order of members on every rank, so that sums round equally and runs repeat to the bit.
             for member in sorted(parts):
                 sharing = [
                     parts[other]

@@ -260,7 +260,7 @@ class Fixed:
         "{model} is on a ring, and its shards stay in the memory of their process; call share_memory before "
         "parallelize, or give other processes what save_pretrained writes"
     )
-    # pickle.dumps and torch.save
+    # Called by pickle.dumps and torch.save.
     __reduce_ex__ = refusing(
         "{model} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
         "model.state_dict() its shards"

@@ -78,7 +78,7 @@ class Place:
 
 _MEASURED_STEPS: Final = 3
 _VERDICT_SECONDS: Final = (
-    2.0  # how long a failed exchange waits to hear whose fault it was
+    2.0  # wait after a failed exchange for the verdict on its cause
 )
 _PAUSE_SECONDS: Final = (
     1.0  # delay of the watching thread that is normal on a busy machine
@@ -106,7 +106,10 @@ class _Link:
 
 
 class Watchdog:
-    """Watchdog over the other ranks, told by ``step`` and ``doing``; ``end`` exits with a code."""
+    """Watchdog over the other ranks.
+
+    ``step`` and ``doing`` note this rank's progress, and ``end`` exits with a code.
+    """
 
     def __init__(
         self,

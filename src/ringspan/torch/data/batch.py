@@ -150,8 +150,8 @@ def shard_batch(
     counted = lengths
     if real is not None:
         lengths = behind_padding(real.cpu(), lengths, said_by)
-    # said, since the layout depends on where the sequence ends
     ring = mesh.get_group("ring")
+    # A balanced layout depends on where the sequence ends, so a single document's length is given too.
     if layout == "balanced" and lengths is None:
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
     split, rank = (

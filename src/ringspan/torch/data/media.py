@@ -41,7 +41,7 @@ class Media:
     # True for tokens that are not padding (B, S), on the CPU; None if all are real.
     real: Tensor | None
     inputs: Mapping[str, Tensor]  # the processor's outputs by name
-    # a model's cached results
+    # Results that a model has computed from these inputs, such as grid positions.
     found: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to(self, *_: object, **__: object) -> "Media":

@@ -185,7 +185,9 @@ def shard_tree(
         rows = local_row[scored.places]
         mine = rows >= 0
         numbers = [rows, scored.results]
-        if bool((scored.weights > 1).any()):  # else the loss asks for none
+        if bool(
+            (scored.weights > 1).any()
+        ):  # without weights above 1, the loss needs none
             numbers.append(scored.weights)
         found, targets = torch.stack(numbers, 1)[mine], scored.targets[mine]
         if not len(found):  # a rank without targets takes part in the loss

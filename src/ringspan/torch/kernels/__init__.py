@@ -131,7 +131,7 @@ def choose(
     return KERNELS[next((name for name in able if name not in left_out), able[0])]
 
 
-# sizes that this process has given to cuDNN
+# Sizes that this process has given to cuDNN, which keeps a plan for each.
 _planned: Final[set[tuple[Any, ...]]] = set()
 
 

@@ -123,7 +123,7 @@ class Fold(NamedTuple):
 class _Call(NamedTuple):
     fold: Fold
     name: Hashable
-    # attention to each fold: its own, then earlier ones, the last first
+    # The spec of attention to each fold: its own, then earlier ones, the latest first.
     specs: dict[int, str]
 
 

@@ -39,7 +39,7 @@ class Store:
 
     def put(self, tensor: Tensor) -> "Tensor | _Parked":
         """Return a stand-in for the tensor, or the tensor itself if it stays."""
-        # Parameters stay in memory anyway, and small tensors cost more time than they free memory.
+        # Parameters stay in memory anyway, and for small tensors the transfer costs more than it gains.
         if (
             isinstance(tensor, nn.Parameter)
             or tensor.nbytes < max(1, self.min_bytes)

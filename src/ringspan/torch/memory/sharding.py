@@ -164,7 +164,7 @@ def _state_of(module: FSDPModule) -> Any:
 
 @contextmanager
 def recovering_shards(model: FSDPModule) -> Iterator[None]:
-    """Call ``recover`` after an exception, and raise that exception whatever becomes of the shards."""
+    """Call ``recover`` after an exception, then raise the same exception, even if recovery fails."""
     try:
         yield
     except BaseException as error:
@@ -208,8 +208,8 @@ def recover(model: FSDPModule) -> None:
 
 
 def _has_unsummed(group: Any) -> bool:
-    # the failed pass has just begun to compute its gradients
     """Return whether a group holds gradients of earlier passes that are not summed over all ranks."""
+    # The failed pass has just begun to compute this group's gradients.
     if group._training_state.name == "PRE_BACKWARD":
         return False
     copies = [
@@ -307,8 +307,8 @@ def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
 def unseen_parameters(model: nn.Module) -> list[str]:
     """Return the names of weights that a module holds instead of the ones that FSDP gathers."""
     names: list[str] = []
-    # before the first pass, in which it looks at all of them again
     for group in _groups_of(model):
+        # Before its first pass a group is skipped, since FSDP reads all its parameters again then.
         if not group._reset_sharded_params:
             continue
         for parameter in group.fsdp_params:
@@ -343,9 +343,9 @@ def renew_types(model: FSDPModule) -> None:
 
 
 def _groups_of(model: Any) -> list[Any]:
-    known = _state_of(
-        model
-    )._state_ctx.all_states  # none before the first pass, which makes them one context
+    known = (
+        _state_of(model)._state_ctx.all_states
+    )  # empty before the first pass, which puts all states into one context
     states = known or [
         _state_of(module)
         for module in model.modules()

@@ -81,7 +81,7 @@ def _are_alike(mine: nn.Module, theirs: nn.Module) -> bool:
 
 
 def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
-    """Return what determines a module's computation, apart from weights: modules with own hooks differ."""
+    """Return everything except weights that determines a module's computation; modules with own hooks differ."""
     values = {
         name: x
         for name, x in vars(module).items()

@@ -58,7 +58,7 @@ class IndexLoss:
             self._found.append(loss)
 
     def take(self) -> list[Tensor]:
-        """Return what was added, once: layers that are computed again add it again."""
+        """Return the losses added so far, once, since recomputed layers add theirs again."""
         found, self._found = self._found or [], None
         return found
 

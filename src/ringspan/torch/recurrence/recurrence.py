@@ -32,7 +32,7 @@ _STATEFUL: Final[set[Function]] = set()
 
 def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> None:
     """Raise UnsupportedError on every rank for a function that ignores its initial state or returns no final one."""
-    # transformers drops arguments that a kernel library lacks without a word, so each function is tried on one token.
+    # transformers silently drops arguments that a kernel library lacks, so each function is tried once, on one token.
     part = dict(arguments)
     if function in _STATEFUL or any(isinstance(x, FakeTensor) for x in part.values()):
         return

@@ -326,7 +326,7 @@ def _work(
             time.sleep(_POLL_SECONDS)
         raise
     finally:
-        alive.unlink(missing_ok=True)  # a rank that could say how it ends is not lost
+        alive.unlink(missing_ok=True)  # a rank that gets here was not killed
         if dist.is_initialized():
             dist.destroy_process_group()
 

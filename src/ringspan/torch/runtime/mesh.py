@@ -84,8 +84,8 @@ def _check_alike(asked: dict[str, int]) -> None:
     """Raise a PeerMismatch if ranks request different meshes, since their groups would hang."""
     device, ranks = local_device(), dist.get_world_size()
     if ranks == 1 or dist.get_backend() == "fake":
-        # so that ``device`` may be another rank's
         return
+    # Without torchrun's variable, ``device`` may be another rank's.
     if device.type != "cpu" and "LOCAL_RANK" not in os.environ:
         return
     mine = torch.tensor(list(asked.values()), device=device)

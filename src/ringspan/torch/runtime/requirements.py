@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 
 @cache
 def supported(package: str) -> SpecifierSet:
-    """Return the releases of a package that ringspan supports, of all extras; any, if nothing is declared."""
+    """Return the releases of a package that ringspan and all its extras support; any release if none is declared."""
     try:
         declared = [Requirement(line) for line in metadata.requires("ringspan") or ()]
     # ringspan runs from its sources, without an installation.

@@ -41,14 +41,14 @@ class _Made:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None  # index among several results; None for one
+    index: int | None  # index among several results; None if there is one
 
 
 class Deferred(Tensor):
     """A CPU tensor without numbers yet; operations are deferred until ``part``; in place, only zeroing."""
 
     origin: "Source | _Made"
-    # parts filled with zeroes, as some models initialise padding rows
+    # Parts filled with zeroes: some models initialise padding rows so.
     zeroes: list[Region]
 
     @staticmethod

@@ -54,7 +54,7 @@ class _Stored:
 
 
 class WeightFiles:
-    """The tensors of a folder, by name, of the files that transformers opens for a config; ConfigError if broken."""
+    """The tensors, by name, in the files of a folder that transformers would open; ConfigError if these are broken."""
 
     def __init__(
         self,
@@ -106,7 +106,10 @@ def folder_of(
     name: str | Path, *, revision: str | None = None, local_files_only: bool = False, subfolder: str = "",
     variant: str | None = None, more: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Return a name's local folder, downloading what is opened and ``more``; OSError, ValueError or ConfigError."""
+    """Return the local folder of a name, after downloading the needed files and ``more``.
+
+    Raises OSError, ValueError or ConfigError.
+    """
     if Path(name).is_dir():
         return Path(name, subfolder)
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -130,7 +133,7 @@ def folder_of(
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
         except Exception as error:
-            # Any error of the client or its HTTP library; below, the cache is tried, which has an error of its own.
+            # Any error of the client or its HTTP library. The local cache is tried next, with its own error.
             _log.info("%s: its files cannot be listed: %s", name, one_line(error))
     options: dict[str, Any] = {
         "revision": revision,

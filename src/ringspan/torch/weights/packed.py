@@ -178,7 +178,7 @@ def split_weight(
     parametrize.register_parametrization(
         module, name, _Packed(packing, parts), unsafe=True
     )
-    # parametrize gave this module a class of its own. bitsandbytes' method would save from the whole weight.
+    # parametrize gave this module its own class. bitsandbytes' method would save from the whole weight.
     setattr(type(module), "_save_to_state_dict", nn.Module._save_to_state_dict)  # noqa: B010
 
 

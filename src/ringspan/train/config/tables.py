@@ -304,7 +304,7 @@ class TrainConfig(Table):
                     f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
                     f"set it to at most {self.steps}"
                 )
-            # The table is frozen for everyone else.
+            # pydantic has frozen the model, so the attribute is set around it.
             object.__setattr__(
                 self, "optimizer", self.optimizer.with_warmup(self.steps)
             )

@@ -146,7 +146,7 @@ def begin_run(
 
     def go_on() -> list[str]:
         written = json.loads((run / RECORD).read_text(encoding="utf-8"))
-        began_with = written.get("model", facts)  # earlier versions kept none
+        began_with = written.get("model", facts)  # earlier versions did not record them
         if change := first_change(began_with, facts):
             raise ConfigError(
                 f"{run} began with {change}; set it back, or choose another folder with run=..."

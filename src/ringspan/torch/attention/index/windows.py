@@ -254,7 +254,7 @@ class Row(NamedTuple):
         return positions
 
     def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
-        """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""
+        """Return each local query's columns [first, stop) of the fetched tokens that it sees, int32 (T,)."""
         ends = (
             np.searchsorted(fetch.positions.cpu().numpy(), each)
             for each in self.seen_at(self.local)
@@ -273,7 +273,7 @@ class Row(NamedTuple):
         return torch.from_numpy(columns).to(self.device)
 
     def entries(self, size: int) -> Fetch:
-        """Return the last positions of all entries of a cached row, in place of what fetches them."""
+        """Return the last positions of all entries of a cached row, as a ``Fetch`` that sends nothing."""
         length = self.layout.length
         origin = int(self.seen_at(np.array([length - 1])).first[0])
         last = (
@@ -331,7 +331,7 @@ def windows_of(row: Row, size: int, reach: int) -> Windows:
 
 @lru_cache(maxsize=64)
 def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
-    """Return what fetches the ``reach`` tokens up to each local one, and their columns (T, reach), or -1."""
+    """Return the fetch of the ``reach`` tokens up to each local one, and their columns (T, reach), or -1."""
     queries = row.queries()
     fetch = _fetch(row, row.stored, row.inputs(queries), queries, reach)
     return fetch, row.columns(fetch, row.local, reach)
@@ -339,7 +339,7 @@ def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
 
 @lru_cache(maxsize=64)
 def visible(row: Row) -> tuple[Fetch, Tensor, Tensor]:
-    """Return what fetches all that local queries see, and columns [first, stop) of each query, int32 (T,)."""
+    """Return the fetch of all keys that local queries see, and the columns [first, stop) of each, int32 (T,)."""
     fetch = _fetch(row, *row.keys(), row.queries())
     return fetch, *row.bounds(fetch)
 
@@ -351,9 +351,9 @@ def _fetch(
     readers: Sequence[Integers],
     reach: int = EVERYTHING,
 ) -> Fetch:
-    """Return what a rank fetches: of positions that each rank holds, those less than ``reach`` before its readers.
+    """Return a rank's fetch of positions: those held by any rank and less than ``reach`` before one of its readers.
 
-    ``stored`` are the positions of what it fetches from, in its order.
+    ``stored`` are the positions of this rank's tensor, in its order.
     """
     mine, order = held[row.rank], np.argsort(stored)
     local = order[np.searchsorted(stored[order], mine)]
@@ -392,7 +392,7 @@ def _fetch(
 def fetched(
     x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide: bool = False
 ) -> Tensor:
-    """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective.
+    """Return the tokens (B, n, C) that a rank fetches of x (B, T, C); differentiable and collective.
 
     ``is_wide`` returns it in the accumulation dtype: autograd rounds a gradient to the dtype of its tensor, which would
     happen before the gradients of all ranks are summed.

@@ -413,7 +413,7 @@ def _flash4_options(asked: Asked) -> dict[str, Any]:
     return {
         "softmax_scale": asked.scores.scale,
         "causal": asked.is_causal,
-        # Its bounds may be negative: none is None.
+        # Its bounds may be negative, so no bound is None.
         "window_size_left": None if window.left < 0 else window.left,
         "window_size_right": None
         if window.right < 0 or asked.is_causal

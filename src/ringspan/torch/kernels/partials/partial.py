@@ -84,7 +84,7 @@ class Partial:
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
             total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
-            # no key and no sink: out stays 0
+            # Without keys and a sink, out stays 0.
             share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)
             self._out.mul_(share.unsqueeze(-1))
             self._lse.copy_(total)
