@@ -19,7 +19,7 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
     """Make the model's modules from ``(x, position_ids)`` to cosines and sines (B, T, D) blockwise, in place."""
     for module in model.modules():
         if is_rotary(module):
-            mix_in(module, _ChunkedTables)
+            mix_in(module, _ChunkedTables, rotary_length=None)
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
@@ -65,7 +65,7 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class _ChunkedTables(nn.Module):
-    rotary_length: int | None = None
+    rotary_length: int | None
 
     def forward(
         self: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object
