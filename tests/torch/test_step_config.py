@@ -75,16 +75,19 @@ def test_a_run_hands_every_option_on():
         "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25, "index_loss": "sparse"},
     }
     run = {
-        "model": {"path": "x", "dtype": "bfloat16", "compile": "aot_eager"},
+        "model": {"path": "x", "dtype": "bfloat16"},
         "data": {"paths": ["x"], "sequence_length_tokens": 64},
     }
     config = parse_config(run | options)
     expected = {
         name: value for table in options.values() for name, value in table.items()
-    } | {"compile": "aot_eager"}
+    }
     assert config.step_config("full", 3) == StepConfig(
         **expected, compute_dtype="bfloat16"
     )
+    run["model"]["compile"] = "aot_eager"  # beside which some of the others are refused
+    compiled = parse_config(run).step_config("attention", 1)
+    assert compiled.compile == "aot_eager"
 
 
 def test_a_setting_of_the_planner_is_one():

@@ -1,7 +1,7 @@
 """Decoders without a language model head: the user's embeddings in, hidden states out, the user's loss."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -125,12 +125,12 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(
             *args,
-            **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}),
+            **kwargs | (_without_cache(self) if self.ring_decoder == "" else {}),
         )
 
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
-    without = _without_cache(forward_of(decoder))
+    without = _without_cache(decoder)
 
     def look(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,13 +145,13 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
     decoder.register_forward_pre_hook(look, with_kwargs=True)
 
 
-def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
+def _without_cache(module: Any) -> dict[str, bool]:
     """Return the arguments that turn off a cache, which the config may ask for in every pass."""
-    return (
-        {"use_cache": False}
-        if "use_cache" in inspect.signature(forward).parameters
-        else {}
-    )
+    taken = inspect.signature(forward_of(module)).parameters
+    # From transformers 5.24 on, a decoder takes it among its further arguments.
+    takes_more = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    asks = takes_more and getattr(module.config, "use_cache", False)
+    return {"use_cache": False} if "use_cache" in taken or asks else {}
 
 
 def _check_arguments(
