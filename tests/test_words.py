@@ -46,7 +46,7 @@ HABITS = {
     r"\banew\b": (0, "again"),
     r"\b\w+ alone\b": (5, "only"),
     r"\b(nobody|somebody|anybody|whoever|whom)\b": (1, "no rank, another process"),
-    r"\b(so|as) many\b": (6, "N, the number"),
+    r"\b(so|as) many\b": (5, "N, the number"),
     r"\bma(k|d)es? of\b": (2, "the result of"),
     r"\bgo(es)? on\b": (1, "continue"),
 }

@@ -2,8 +2,8 @@
 
 `bugs.txt` has them by invariant of tests/README.md (`# ...`) and by test (as pytest names it, below tests): a line
 `  name: file below src/ringspan`, lines `  -` of the code and lines `  +` of what stands there instead. The code must
-occur exactly once, on however many lines, so that no bug goes stale in silence. Each is silent: numbers are wrong and nothing raises, or would
-not if a check were gone.
+occur exactly once, on however many lines, so that no bug goes stale in silence. Each is silent: numbers are wrong and
+nothing raises, or would not if a check were gone.
 """
 
 import os

@@ -37,7 +37,7 @@ def _given(kind: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in asdict(kind).items()
-        if name not in usual or value != usual[name]
+        if name not in usual or getattr(kind, name) != usual[name]
     }
 
 

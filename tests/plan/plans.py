@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import RingspanError
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
@@ -33,7 +34,7 @@ _NAMES: Final = [
 def windowed(shape: ModelShape, *windows: int | None) -> ModelShape:
     """A shape whose layers have these windows in turn."""
     kinds = (
-        replace(kind, window=windows[at % len(windows)])
+        replace(kind, mask=LayerMask(window=windows[at % len(windows)]))
         for at, kind in enumerate(shape.kinds)
     )
     return replace(shape, kinds=tuple(kinds))

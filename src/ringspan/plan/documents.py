@@ -12,9 +12,8 @@ import numpy as np
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import Mask
-from ringspan.core.geometry.mask import documents as documents_mask
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.messages.lines import one_line
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName
@@ -121,22 +120,15 @@ def compare_layouts(
     )
 
 
-def _mask(lengths: tuple[int, ...] | Tree, window: int | None) -> Mask:
-    return (
-        lengths.mask(window)
-        if isinstance(lengths, Tree)
-        else documents_mask(lengths, window=window)
-    )
-
-
 def _work(
     question: Question, split: Layout, lengths: tuple[int, ...] | Tree
 ) -> list[int]:
-    kinds = Counter(question.shape.layer_windows)
+    masks = Counter(question.shape.layer_masks)
+    seen = {mask: mask.in_text(split.length, lengths) for mask in masks}
     return [
         sum(
-            count * make_schedule(split, _mask(lengths, window), rank).num_pairs
-            for window, count in kinds.items()
+            count * make_schedule(split, seen[mask], rank).num_pairs
+            for mask, count in masks.items()
         )
         for rank in range(split.ranks)
     ]
@@ -148,18 +140,17 @@ def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
         layout: str,
         length: int,
         ranks: int,
-        window: int | None,
+        mask: LayerMask,
         route: str,
         shape: Shape,
         speeds: Speeds,
         comm_dtype: str = "exact",
     ) -> tuple[Pass, Pass]:
-        mask, way = _mask(lengths, window), Route.parse(route, ranks)
+        seen, way = mask.in_text(length, lengths), Route.parse(route, ranks)
         if shape.index is not None:
-            return chosen_passes(split, mask, shape, speeds)
-        one = slowest_passes(
-            split, mask, way, replace(shape, batch=1), speeds, comm_dtype
-        )
+            return chosen_passes(split, seen, shape, speeds)
+        alone = replace(shape, batch=1)
+        one = slowest_passes(split, seen, way, alone, speeds, comm_dtype)
         return repeated(shape.batch, one)
 
     return passes

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.core.geometry.tree import Tree
 from ringspan.plan.cost.memory import training_memory
-from ringspan.plan.cost.passes import causal_pairs
 from ringspan.plan.documents import compare_layouts
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import MOST, Question
@@ -40,7 +40,7 @@ def compare_group(
     )
     tokens, pairs = (
         group * (prompt + completion),
-        group * causal_pairs(prompt + completion),
+        group * CAUSAL.num_pairs(prompt + completion),
     )
     rows = {"tokens": tokens, "pairs": pairs} | {
         name: answer.as_json()[name] for name in _PLANNED
@@ -48,7 +48,8 @@ def compare_group(
     tree = Tree((prompt, *[completion] * group), (-1, *[0] * group))
     tokens, pairs = (
         sum(tree.lengths),
-        causal_pairs(prompt) + group * (prompt * completion + causal_pairs(completion)),
+        CAUSAL.num_pairs(prompt)
+        + group * (prompt * completion + CAUSAL.num_pairs(completion)),
     )
     answer = make_plan(replace(question, length=tokens))
     # A tree is one micro-step.

@@ -284,7 +284,7 @@ def _time_mesh(
     """Time the first route that fits; return whether it does so without host moments, and what else to try."""
     named = product(routes(question, mesh), layouts(mesh.ring))
     ways = [replace(mesh, route=route, layout=layout) for route, layout in named]
-    has_windows = any(question.shape.layer_windows)
+    has_windows = not all(mask.sees_all for mask in question.shape.layer_masks)
     for way in [way for way in ways if way.layout == mesh.layout]:
         ways.remove(way)
         timed = {

@@ -330,7 +330,7 @@ def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
 def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
     """Yield whether computing with a block hides sending it, and the share of a step that waits for links."""
     device = question.device
-    if not question.shape.layer_windows:  # no layer attends, so no block travels
+    if not question.shape.layer_masks:  # nothing attends, no block travels
         return
     if setting.ring > 1 and setting.route == "ring":
         span = setting.ring * setting.tp

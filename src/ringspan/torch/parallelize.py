@@ -262,6 +262,7 @@ def _agreed(
             for name, value in deciding_fields(model.config).items()
         }
         facts |= adapter_facts(given)
+        facts["family"] = parts.view.family.name
         met.alike = {"model": type(model).__name__} | facts
     return model, parts
 
@@ -272,11 +273,16 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     Layers with latents, with an index, or with an attention of their own are prepared first.
     """
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
-    choosing = choosing_modules(decoder)
+    choosing, family = choosing_modules(decoder), parts.view.family
     kinds = layer_kinds(decoder.config)
     ring = mesh.get_group("ring")
     implementation = register_attention(
-        type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing)
+        type(decoder).__name__,
+        ring,
+        kinds,
+        config,
+        is_indexed=bool(choosing),
+        takes_mask=family.takes_mask,
     )
     send_latents(latent_modules(decoder, mesh, config), config)
     take_over_index(
@@ -290,12 +296,9 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     number_tokens(decoder)
     attention: Any
     for attention in decoder.modules():
-        if getattr(attention, "attn_temperature_tuning", False):
-            # Llama 4 would count local tokens for its temperature; ``attend`` applies it with global positions.
-            attention.attn_temperature_tuning, attention.ring_temperature = (
-                False,
-                not attention.use_rope,
-            )
+        if family.query_scale is not None:
+            # The module would count local tokens; ``attend`` scales by global positions.
+            attention.ring_query_scale = family.query_scale(attention)
         if parts.media is not None and parts.media.is_prefix:
             attention.is_causal = True  # except in the prompt, as the mask defines
 

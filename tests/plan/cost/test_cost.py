@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.planning_tables import dataset_flops_ratio
+from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.plan.cluster.hardware import DEVICES, device
 from ringspan.plan.cost.cost import (
     block_tokens_for_overlap,
-    causal_pairs,
     model_flops,
     step_cost,
 )
@@ -41,7 +41,7 @@ def test_with_free_links_a_step_is_its_flops():
     ideal = replace(FAST, matmul_efficiency=1.0, attention_efficiency=1.0)
     step = step_cost(LLAMA, setting, ideal, batch=1)
     # The model's FLOPs count backward as twice the forward; attention's own backward is 5 products to forward's 2.
-    extra = 2 * LLAMA.attention.out_size * causal_pairs(65_536) * LLAMA.layers
+    extra = 2 * LLAMA.attention.out_size * CAUSAL.num_pairs(65_536) * LLAMA.layers
     assert step.seconds == pytest.approx(
         (step.flops + extra) / (4 * ideal.flops), rel=1e-3
     )
@@ -58,7 +58,7 @@ def test_checkpointing_costs_a_forward_pass():
     }
     assert seconds["none"] < seconds["attention"] < seconds["full"]
     attention = (
-        4.0 * LLAMA.attention.out_size * causal_pairs(131_072) / 4 * LLAMA.layers
+        4.0 * LLAMA.attention.out_size * CAUSAL.num_pairs(131_072) / 4 * LLAMA.layers
     )
     again = attention / (FAST.flops * FAST.attention_efficiency)
     assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
@@ -78,7 +78,7 @@ def test_recomputed_inputs_cost_three_quarters_of_a_forward_pass(checkpoint):
         2 * LLAMA.kinds[0].matrices * tokens / (FAST.flops * FAST.matmul_efficiency)
     )
     if checkpoint == "full":
-        pairs = causal_pairs(131_072) / 4 * LLAMA.layers
+        pairs = CAUSAL.num_pairs(131_072) / 4 * LLAMA.layers
         forward += (
             4.0
             * LLAMA.attention.out_size

@@ -4,14 +4,14 @@ from itertools import cycle
 
 import pytest
 
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import causal, sliding_window
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.timing import Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cost import loop, passes
-from ringspan.plan.cost.passes import attention_passes, causal_pairs, even_passes
+from ringspan.plan.cost.passes import attention_passes, even_passes
 from tests.cases import long, pairwise
 
 SIZES = Shape(1, 32, 8, 128, 128, 2)
@@ -36,11 +36,11 @@ def test_a_large_ring_is_drawn_on_from_small_ones(
 ):
     """At 144 ranks, near the balance of computing and sending, where neither hides the other alone."""
     speeds = Speeds(4e14, 3e11, 5e10, per_node)
-    drawn = attention_passes(layout, 144 * tokens, 144, None, route, SIZES, speeds)
+    drawn = attention_passes(layout, 144 * tokens, 144, CAUSAL, route, SIZES, speeds)
     monkeypatch.setattr(passes, "_LARGEST_SCHEDULE", 144)
     attention_passes.cache_clear()
     walked = attention_passes.__wrapped__(
-        layout, 144 * tokens, 144, None, route, SIZES, speeds
+        layout, 144 * tokens, 144, CAUSAL, route, SIZES, speeds
     )
     attention_passes.cache_clear()
     for one, other in zip(drawn, walked, strict=True):
@@ -52,7 +52,7 @@ def test_a_large_ring_is_drawn_on_from_small_ones(
 )
 def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nodes):
     ranks, speeds = nodes * 96, Speeds(4e14, 3e11, 5e10, 96)
-    asked = layout, ranks * 2048, ranks, None, "double-ring:96", SIZES, speeds
+    asked = layout, ranks * 2048, ranks, CAUSAL, "double-ring:96", SIZES, speeds
     walked = attention_passes.__wrapped__(*asked)
     attention_passes.cache_clear()
     monkeypatch.setattr(passes, "_MOST_RANKS", ranks // 2)
@@ -66,7 +66,7 @@ def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nod
     "route", ["ring", "bidirectional", "all-gather", "double-ring:4", "ulysses:2"]
 )
 def test_a_communication_dtype_changes_only_what_is_sent(route):
-    asked = "zigzag", 16 * 4096, 16, None, route, SIZES, Speeds(4e14, 3e11, 5e10, 4)
+    asked = "zigzag", 16 * 4096, 16, CAUSAL, route, SIZES, Speeds(4e14, 3e11, 5e10, 4)
     exact, halved = attention_passes(*asked), attention_passes(*asked, "int8")
     for one, other in zip(exact, halved, strict=True):
         assert (
@@ -96,16 +96,15 @@ def test_attention_computes_the_pairs_of_the_mask(layout, window):
         Shape(1, 3, 3, 16, 16, 2),
         Speeds(1.0, 1e30, 1e30, 8),
     )
-    mask = causal() if window is None else sliding_window(window)
+    mask = LayerMask(window=window)
+    seen = mask.of_document(length)
     schedules = [
-        make_schedule(Layout(layout, length, ranks), mask, rank)
+        make_schedule(Layout(layout, length, ranks), seen, rank)
         for rank in range(ranks)
     ]
-    assert sum(schedule.num_pairs for schedule in schedules) == causal_pairs(
-        length, window
-    )
+    assert sum(schedule.num_pairs for schedule in schedules) == mask.num_pairs(length)
     forward, backward = attention_passes(
-        layout, length, ranks, window, "ring", shape, speeds
+        layout, length, ranks, mask, "ring", shape, speeds
     )
     most = max(schedule.num_pairs for schedule in schedules) * 3 * 16 * 2
     assert most >= forward.compute_seconds / 2 >= 0.8 * most
@@ -124,13 +123,13 @@ def test_nothing_beats_an_even_share_of_the_pairs(size, route, window):
     """By which the planner knows that a route cannot win before it has made its schedules."""
     (ranks, tokens), speeds = size, Speeds(4e14, 3e11, 5e10, 8)
     for layout in ("zigzag", "contiguous", "striped"):
-        asked = (layout, ranks * tokens, ranks, window, route, SIZES)
+        asked = (layout, ranks * tokens, ranks, LayerMask(window=window), route, SIZES)
         for least, one in zip(
             even_passes(*asked, speeds), attention_passes(*asked, speeds), strict=True
         ):
             assert least.compute_seconds == least.seconds <= one.seconds
     endless = Speeds(4e14, 1e30, 1e30, 8)
-    asked = ("zigzag", ranks * 5000, ranks, None, "ring", SIZES)
+    asked = ("zigzag", ranks * 5000, ranks, CAUSAL, "ring", SIZES)
     for least, one in zip(
         even_passes(*asked, endless), attention_passes(*asked, endless), strict=True
     ):

@@ -148,7 +148,7 @@ def test_a_config_has_the_parameters_and_windows_of_its_model(tmp_path, kind, ch
     linear = [m for m in model.modules() if type(m).__name__ in ("Linear", "Conv1D")]
     assert shape.parameters == model.num_parameters()
     assert shape.matrix_parameters == sum(module.weight.numel() for module in linear)
-    assert list(shape.layer_windows) == [kind.window for kind in layer_kinds(config)]
+    assert shape.layer_masks == layer_kinds(config)
 
 
 def test_a_hub_id_of_a_built_in_model_needs_no_network():

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ringspan as rs
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
+from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.measure.trace.dry_run import hugging_face_config
 from ringspan.plan.cluster.hardware import DEVICES
 from ringspan.plan.cost.cost import model_flops, step_cost
@@ -30,7 +31,6 @@ from ringspan.plan.model.media import NO_MEDIA, Media, read_media
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
-from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.layers.decoder import inner_of
 from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.cuts import pieces_of
@@ -290,8 +290,8 @@ def test_tokens_of_an_image_see_its_later_ones_once():
     shape, blocks = five("gemma3"), tuple((at, at + 4) for at in range(0, 20, 4))
     places = np.arange(24)
     causal, both = (
-        int(mask_of(24, None, None, None, each).dense(places, places).sum())
-        for each in (None, blocks)
+        int(CAUSAL.in_text(24, None, each).dense(places, places).sum())
+        for each in ((), blocks)
     )
     assert shape.later_pairs == both - causal == 30
     plain = replace(shape, later_pairs=0)

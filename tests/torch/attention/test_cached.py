@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringspan.core import reference
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.geometry.shares import Shares
 from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.attention.index import cached as index_cached
 from ringspan.torch.attention.index.chosen import Blocks, IndexInputs
 from ringspan.torch.attention.request import Request
-from ringspan.torch.generate.passes import layer_mask
 from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import FakeTransport, transport_of
 from tests.fuzz import examples
@@ -105,7 +104,7 @@ class Text:
     def __init__(
         self,
         length: int,
-        kind: LayerKind,
+        kind: LayerMask,
         real: list[tuple[tuple[int, int], ...]] | None,
         softcap: float = 0.0,
         has_sinks: bool = False,
@@ -214,7 +213,7 @@ class Text:
                 self.length - 1
             )
             masks = tuple(
-                layer_mask(self.kind, start, start + count, real)
+                self.kind.over_cache(start, start + count, real)
                 for real in (self.real or (None,))
             )
             reaches = {self.kind: Reach(keys, masks)}
@@ -320,7 +319,7 @@ def test_reading_and_writing_in_any_turns_is_dense_attention(
     ]
     length = sum(count for count, _ in turns)
     kind, topk = (
-        LayerKind(**({reach: size} if reach in ("window", "chunk") else {})),
+        LayerMask(**({reach: size} if reach in ("window", "chunk") else {})),
         size * (reach == "index"),
     )
     check(
@@ -358,7 +357,7 @@ def test_blocks_are_those_of_each_row_alone(ranks, turns, blocks, paddings):
         for count, is_split in turns
     ]
     length = sum(count for count, _ in turns)
-    text = Text(length, LayerKind(), all_padded(length, paddings))
+    text = Text(length, LayerMask(), all_padded(length, paddings))
     iq, ik, _ = text.index
 
     def chosen(rank: int, transport: FakeTransport) -> list[tuple[Tensor, Tensor]]:
@@ -391,16 +390,16 @@ def test_blocks_are_those_of_each_row_alone(ranks, turns, blocks, paddings):
 @pytest.mark.parametrize(
     ("kind", "real"),
     [
-        (LayerKind(), None),
-        (LayerKind(window=7), None),
-        (LayerKind(chunk=9), None),
-        (LayerKind(window=7), [((3, 96),), ((0, 99),)]),
-        (LayerKind(chunk=9), [((3, 96),), ((0, 99),)]),
+        (LayerMask(), None),
+        (LayerMask(window=7), None),
+        (LayerMask(chunk=9), None),
+        (LayerMask(window=7), [((3, 96),), ((0, 99),)]),
+        (LayerMask(chunk=9), [((3, 96),), ((0, 99),)]),
         ("index", [((3, 20), (31, 68)), ((0, 99),)]),
     ],
 )
 def test_a_prompt_and_then_token_after_token(kind, real, has_sinks):
-    kind, topk = (LayerKind(), 7) if kind == "index" else (kind, 0)
+    kind, topk = (LayerMask(), 7) if kind == "index" else (kind, 0)
     check(
         Text(99, kind, real, has_sinks=has_sinks, topk=topk),
         3,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.torch.multimodal.kinds import KINDS
+from ringspan.torch.multimodal.kinds import kinds
 from tests.torch import models as text_models
 from tests.torch.multimodal.models import IMAGE, Example, batch_of, build
 
@@ -199,7 +199,7 @@ def test_the_example_is_the_one_whose_tokens_come_next():
         rs.UnsupportedError,
         match=r"image 1 \(example 3 of the batch\), pixel_values holds",
     ):
-        KINDS["mistral3"].modalities[0].cut.check_model(
+        kinds()["mistral3"].modalities[0].cut.check_model(
             pixels, build("mistral3").config, [0, 4, 0, 3]
         )
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ringspan.torch.attention.traced import mask_of
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.torch.data.media import Media
-from ringspan.torch.multimodal.kinds import KINDS, blocks_of, grid_positions, is_of
+from ringspan.torch.multimodal.kinds import blocks_of, grid_positions, is_of, kinds
 from tests.torch.multimodal.models import batch_of, build
 
 
@@ -34,7 +34,7 @@ def media(types: list[list[int]], real: list[list[int]] | None = None) -> Media:
 )
 def test_runs_of_a_type_are_found(types, lengths, found):
     blocks = blocks_of(
-        KINDS["gemma3"],
+        kinds()["gemma3"],
         media([types]),
         None if lengths is None else torch.tensor(lengths),
     )
@@ -42,7 +42,7 @@ def test_runs_of_a_type_are_found(types, lengths, found):
 
 
 def test_padding_is_in_no_run():
-    assert blocks_of(KINDS["gemma3"], media([[1, 1, 1]], [[0, 1, 1]]), None) == [
+    assert blocks_of(kinds()["gemma3"], media([[1, 1, 1]], [[0, 1, 1]]), None) == [
         ((1, 3),)
     ]
 
@@ -50,7 +50,7 @@ def test_padding_is_in_no_run():
 def test_no_token_stands_for_a_sound_where_the_config_names_none():
     model = SimpleNamespace(config=SimpleNamespace(audio_token_id=None))
     assert not is_of(
-        model, KINDS["voxtral"].modalities[0], torch.tensor([[0, 1]])
+        model, kinds()["voxtral"].modalities[0], torch.tensor([[0, 1]])
     ).any()
 
 
@@ -59,7 +59,7 @@ def test_no_token_stands_for_a_sound_where_the_config_names_none():
 def test_blocks_see_their_later_tokens(window, lengths):
     blocks = ((1, 4), (6, 11))
     places = np.arange(12)
-    found = mask_of(12, lengths, window, None, blocks).dense(places, places)
+    found = LayerMask(window=window).in_text(12, lengths, blocks).dense(places, places)
     q, k = places[:, None], places[None]
     inside = np.zeros((12, 12), bool)
     for start, stop in blocks:
@@ -88,7 +88,7 @@ def test_documents_count_their_own_positions(kind):
             if name.endswith(("_thw", "_ts", "type_ids"))
         }
         return grid_positions(
-            model, KINDS[kind], Media(batch["input_ids"], None, inputs), None
+            model, kinds()[kind], Media(batch["input_ids"], None, inputs), None
         )
 
     tokens = torch.cat((first["input_ids"], second["input_ids"]), 1)
@@ -105,5 +105,5 @@ def test_documents_count_their_own_positions(kind):
     lengths = torch.tensor(
         [[first["input_ids"].shape[1], second["input_ids"].shape[1]]]
     )
-    found = grid_positions(model, KINDS[kind], Media(tokens, None, joined), lengths)
+    found = grid_positions(model, kinds()[kind], Media(tokens, None, joined), lengths)
     assert torch.equal(found, torch.cat((of(first), of(second)), 2))

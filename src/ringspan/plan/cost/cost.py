@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ringspan.core.costs import training_flops
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
@@ -17,7 +18,6 @@ from ringspan.plan.cost.kept import saved_per_token
 from ringspan.plan.cost.passes import (
     Passes,
     attention_passes,
-    causal_pairs,
     repeated,
     seen_pairs,
 )
@@ -370,22 +370,23 @@ class _LayerTimes:
         """
         setting, length = self.setting, self.setting.fold.length
 
-        def both(window: int | None, speeds: Speeds) -> tuple[Pass, Pass]:
+        def both(mask: LayerMask, speeds: Speeds) -> tuple[Pass, Pass]:
             way = setting.route_of(kind), sizes, speeds, setting.comm_dtype
-            return self.passes(setting.layout, length, setting.ring, window, *way)
+            return self.passes(setting.layout, length, setting.ring, mask, *way)
 
         if kind.index is not None:
-            return both(None, speeds)
-        # Chunks are timed as windows of the same size, at the share of the windows' pairs that they have: about half.
+            return both(CAUSAL, speeds)
+        # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
         own = seen_pairs(kind, length)
-        share, folds = own / causal_pairs(length, kind.window), setting.folds
-        found = repeated(kind.calls * folds, both(kind.window, speeds), share)
+        timed, folds = kind.mask.as_window, setting.folds
+        share = own / timed.num_pairs(length)
+        found = repeated(kind.calls * folds, both(timed, speeds), share)
         if others := folds_read(kind, setting):
             pairs = (seen_pairs(kind, folds * length) - folds * own) / others
             slower = replace(
-                speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0)
+                speeds, flops=speeds.flops * CAUSAL.num_pairs(length) / max(pairs, 1.0)
             )
-            earlier = repeated(kind.calls * others, both(None, slower))
+            earlier = repeated(kind.calls * others, both(CAUSAL, slower))
             return one_after_the_other(found[0], earlier[0]), one_after_the_other(
                 found[1], earlier[1]
             )

@@ -52,13 +52,8 @@ def keys_of(kind: LayerKind) -> int:
 
 
 def folds_reached(kind: LayerKind, setting: Setting) -> int:
-    """Return the number of earlier folds that the last fold's queries see."""
-    before = setting.folds - 1
-    return (
-        before
-        if kind.window is None
-        else min(before, -(-(kind.window - 1) // setting.fold.length))
-    )
+    before, seen = setting.folds - 1, kind.mask.earlier
+    return before if seen is None else min(before, -(-seen // setting.fold.length))
 
 
 def folds_read(kind: LayerKind, setting: Setting) -> int:

@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.geometry.mask import Mask, causal, sliding_window
+from ringspan.core.geometry.mask import Mask, causal
 from ringspan.core.names import LayoutName
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, passes, slowest
@@ -28,33 +29,24 @@ _FEW_TOKENS: Final = (
 
 # A function that times forward and backward of one causal attention on the slowest rank, like ``attention_passes``.
 Passes = Callable[
-    [LayoutName, int, int, int | None, str, Shape, Speeds, str], tuple[Pass, Pass]
+    [LayoutName, int, int, LayerMask, str, Shape, Speeds, str], tuple[Pass, Pass]
 ]
 
 
-def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count the pairs of a causal sequence, within a window if given."""
-    window = length if window is None else min(window, length)
-    return window * length - window * (window - 1) // 2
-
-
 def seen_pairs(kind: LayerKind, length: int) -> int:
-    """Count the pairs of a layer's attention: in a window, in chunks, or all."""
+    """Count the pairs of a layer's attention in a document."""
     if kind.index is not None:
         return round(attended_pairs(kind.index, length))
-    if not kind.chunks or kind.window is None:
-        return causal_pairs(length, kind.window)
-    whole, rest = divmod(length, kind.window)
-    return whole * causal_pairs(kind.window) + causal_pairs(rest)
+    return kind.mask.num_pairs(length)
 
 
 def even_passes(
-    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
+    layout: LayoutName, length: int, ranks: int, mask: LayerMask, route: str, shape: Shape, speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
     pairs = (
-        (causal_pairs(length - 1, window),) * 2
+        (mask.num_pairs(length - 1),) * 2
         if shape.index is None
         else computed_pairs(length, shape)
     )
@@ -68,7 +60,7 @@ def even_passes(
 
 @lru_cache(maxsize=1024)
 def attention_passes(
-    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
+    layout: LayoutName, length: int, ranks: int, mask: LayerMask, route: str, shape: Shape, speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return both passes of a causal attention on the slowest rank; without windows one schedule serves all lengths."""
@@ -79,7 +71,7 @@ def attention_passes(
             layout,
             length,
             ranks,
-            window,
+            mask,
             route,
             replace(shape, batch=1),
             speeds,
@@ -92,7 +84,7 @@ def attention_passes(
         Layout(layout, _TOKENS // way.ulysses * ranks, ranks),
     )
     if (
-        window is None
+        mask.sees_all
         and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS
         and split != usual
     ):
@@ -104,11 +96,11 @@ def attention_passes(
             inter_node_bytes=speeds.inter_node_bytes / times,
         )
         forward, backward = attention_passes(
-            layout, usual.length, ranks, None, route, shape, slower, comm_dtype
+            layout, usual.length, ranks, mask, route, shape, slower, comm_dtype
         )
         return _with_bytes(forward, times), _with_bytes(backward, times)
-    mask = causal() if window is None else sliding_window(window)
-    return slowest_passes(split, mask, way, shape, speeds, comm_dtype)
+    seen = mask.of_document(length)
+    return slowest_passes(split, seen, way, shape, speeds, comm_dtype)
 
 
 def slowest_passes(

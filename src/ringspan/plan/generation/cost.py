@@ -139,7 +139,7 @@ def cached_numbers(text: Text, kind: LayerKind, read: int, written: int) -> int:
 
 def _held(text: Text, kind: LayerKind, read: int, written: int) -> int:
     """Return the fullest rank's tokens of a layer, without those that no later query sees."""
-    return _fullest(text, read, written, kind.window and kind.window - 1)
+    return _fullest(text, read, written, kind.mask.earlier)
 
 
 def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
@@ -353,9 +353,8 @@ class _Times:
         With an index all that they see is fetched.
         """
         text, index, shape = self.text, kind.index, self._sizes(kind)
-        length = (
-            count + held if kind.window is None else count + min(held, kind.window - 1)
-        )
+        seen = kind.mask.earlier
+        length = count + (held if seen is None else min(held, seen))
         keys = -(-length // text.ring) * kind.calls * shape.kv_numbers * shape.itemsize
         result = shape.batch * shape.heads * (shape.value_dim + 1) * shape.sum_itemsize
         queries = -(-count // text.ring) * kind.calls * (shape.query_bytes + result)

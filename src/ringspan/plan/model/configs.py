@@ -8,10 +8,12 @@ from typing import Any, Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.files.named import read_small, why_no_config
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.messages.lines import one_line
+from ringspan.core.recurrence.cost import Scan
 from ringspan.core.selection import Index
 from ringspan.plan.model.hub import from_hub
-from ringspan.plan.model.kinds import Kept, LayerKind, Scan
+from ringspan.plan.model.kinds import Kept, LayerKind
 from ringspan.plan.model.media import NO_MEDIA, Media
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.names import normal, unknown
@@ -29,6 +31,8 @@ def _shape(name: str, row: Mapping[str, Any]) -> ModelShape:
 
 def _kind(values: Mapping[str, Any]) -> LayerKind:
     scan = Scan(**values["scan"]) if "scan" in values else None
+    if "mask" in values:
+        values = {**values, "mask": LayerMask(**values["mask"])}
     if "index" in values:
         values = {**values, "index": Index(**values["index"])}
     made = {

@@ -3,22 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
+from ringspan.core.recurrence.cost import Scan
 from ringspan.core.selection import Index
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scan:
-    """A layer's recurrence in numbers per sequence (``state``, ``map_``) or token.
-
-    ``map_`` is of the map that comes with a state where spans are scanned in rounds (``core.recurrence.scan``).
-    ``flops``: of forward, in chunks; ``out``: the result; ``chunk_states``: what a kernel keeps for backward.
-    """
-
-    state: int
-    map_: int
-    flops: float
-    out: int
-    chunk_states: float = 0.0
 
 
 class Kept(NamedTuple):
@@ -61,8 +48,8 @@ class LayerKind:
     and a ring sends ``calls`` times both, or what they are expanded from: ``latent`` numbers for all heads and
     ``rotary`` of each key. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
     that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
-    outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. With
-    ``chunks``, tokens attend in consecutive chunks of ``window``; with an ``index``, to what it chooses. ``caches``:
+    outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. Tokens
+    attend to what ``mask`` lets them see, or with an ``index`` to what it chooses. ``caches``:
     keys and values that generation keeps, 0 without attention and of layers that take an earlier one's. A layer takes
     ``streams`` hidden states of a token. ``experts``: their number and all their weights.
     """
@@ -81,8 +68,7 @@ class LayerKind:
     latent: int = 0
     rotary: int = 0
     calls: int = 1
-    window: int | None = None
-    chunks: bool = False
+    mask: LayerMask = CAUSAL
     kept: tuple[Kept, ...] = (Kept(),) * len(PARTS)
     shared: int = 0
     scan: Scan | None = None

@@ -21,8 +21,8 @@ from ringspan.core.selection import Index
 from ringspan.plan.model.indexes import index_of
 from ringspan.plan.model.kinds import PARTS, Kept
 from ringspan.plan.model.measured import WithIntegers, id_of
+from ringspan.torch.layers.family import ChosenKeys, family_of
 from ringspan.torch.model.attention.choice import Choice, attend_to_chosen, choice_of
-from ringspan.torch.model.attention.function import TAKE_MASKS
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
 from ringspan.torch.recurrence.current import SequencePass, passing
@@ -133,13 +133,14 @@ class _Counted(NamedTuple):
     """Attention to latents on one rank (``ringspan.torch.model.attention.choice.Asked``)."""
 
     module: nn.Module
+    family: ChosenKeys
     layer: LayerRun
     compute: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def attend(
         self, q: Tensor, latents: Tensor, choice: Choice, values: slice
     ) -> Tensor:
-        self.layer.index = index_of(self.module, choice, latents.shape[-1])
+        self.layer.index = index_of(self.module, self.family, choice, latents.shape[-1])
         if not choice.chosen:
             choice.chosen = [q.new_empty(len(q), q.shape[2], self.layer.index.topk, 1)]
         return self.compute(q, latents[:, None], latents[:, None, :, values])
@@ -154,7 +155,7 @@ def _attend_to_choice(
     if hasattr(module, "expand_kv"):
         return attend_to_chosen(module, *qkv[:2], choice, counted)
     counted.layer.index = index_of(
-        module, choice, sum(x.shape[1] * x.shape[-1] for x in qkv[1:])
+        module, counted.family, choice, sum(x.shape[1] * x.shape[-1] for x in qkv[1:])
     )
     return counted.compute(*qkv).transpose(1, 2)
 
@@ -304,6 +305,8 @@ def _run(
     are noted by hooks for saved tensors, products by PyTorch's FLOP counter.
     """
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
+    family = family_of(decoder.config)
+    index = family.index or ChosenKeys()
 
     def compute(
         query: Tensor, key: Tensor, value: Tensor, *, is_choosing: bool = True
@@ -328,7 +331,10 @@ def _run(
         if choice is None:
             return compute(query, key, value, is_choosing=False).transpose(1, 2), None
         return _attend_to_choice(
-            module, (query, key, value), choice, _Counted(module, watch.layer, compute)
+            module,
+            (query, key, value),
+            choice,
+            _Counted(module, index, watch.layer, compute),
         ), None
 
     AttentionInterface.register(_ATTENTION, attend)
@@ -336,7 +342,7 @@ def _run(
         AttentionMaskInterface.register(
             _ATTENTION, lambda **_: torch.zeros(1, 1, 1, 0, dtype=torch.bool)
         )
-    if type(decoder).__name__ in TAKE_MASKS:
+    if family.takes_mask:
         AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
     if decoder.config._attn_implementation == _ATTENTION:
         pass  # set by an earlier run

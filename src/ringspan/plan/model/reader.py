@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.kinds import Kept, LayerKind
 from ringspan.plan.model.layers import (
@@ -28,9 +29,7 @@ from ringspan.plan.model.layers import (
     products_of,
     run_layers,
 )
-from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.layers.decoder import LayerKind as Seen
 from ringspan.torch.layers.decoder import (
     cached_kinds,
     decoder_of,
@@ -40,7 +39,7 @@ from ringspan.torch.layers.decoder import (
 )
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
 from ringspan.torch.model.attention.indexed import choosing_modules
-from ringspan.torch.model.recurrent import stateful_modules
+from ringspan.torch.model.recurrent import state_of, stateful_modules
 from ringspan.torch.model.support import UNSUPPORTED_FIELDS, refuse_config
 from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
 
@@ -240,16 +239,11 @@ class _Facts:
         ]
         self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
 
-    def kind(self, sees: Seen, whole: int, *, keeps: bool) -> LayerKind:
-        """Return the layer as counted.
-
-        ``sees``: its window or chunks. ``whole``: numbers of parameters that tensor parallelism does not split.
-        ``keeps``: whether generation caches keys of its own. Weights of a mixer with a state are counted by size, as
-        its code may run the products another way; others by the products of the run.
-        """
+    def kind(self, sees: LayerMask, whole: int, *, keeps: bool) -> LayerKind:
         scan, channels, taps, mixed = None, 0, 0, 0
-        for path, module in self.stateful.items():
-            scan = scan_of(module, f"{self.where}, {path}")
+        for module in self.stateful.values():
+            function = state_of(module)
+            scan = None if function is None else function.cost(module)
             convolution = next(
                 (each for each in module.modules() if isinstance(each, nn.Conv1d)), None
             )
@@ -280,8 +274,7 @@ class _Facts:
             **self.run.heads._asdict(),
             **({} if self.run.index else _latents_of(self.run.callers)),
             calls=max(1, len(self.run.callers)),
-            window=(sees.chunk or sees.window) if self.run.callers else None,
-            chunks=bool(sees.chunk and self.run.callers),
+            mask=sees if self.run.callers else CAUSAL,
             linears=(
                 len(linears),
                 sum(sum(x.shape) for x in linears),

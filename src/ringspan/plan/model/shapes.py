@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Final
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.plan.model.kinds import Kept, LayerKind, Tower
 
 # Bytes per weight, scales included. int8: a float32 scale per row of about 4096. int4: a scale and a zero point of 16
@@ -84,9 +85,9 @@ class ModelShape:
         return len(self.kinds)
 
     @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Window of each layer that attends; None if it sees all before it."""
-        return tuple(kind.window for kind in self.kinds if kind.attends)
+    def layer_masks(self) -> tuple[LayerMask, ...]:
+        """The mask of each layer that attends."""
+        return tuple(kind.mask for kind in self.kinds if kind.attends)
 
     @cached_property
     def attention(self) -> LayerKind:

@@ -39,7 +39,7 @@ from ringspan.torch.multimodal.cuts import (
     WindowsOfSound,
     image_size_to_num_patches,
 )
-from ringspan.torch.multimodal.kinds import KINDS, Modality
+from ringspan.torch.multimodal.kinds import Modality, kinds
 
 
 def seeing_shape(
@@ -47,10 +47,11 @@ def seeing_shape(
 ) -> ModelShape | None:
     """Return the shape of a config with towers, in ``dtype``, else None; raise for unknown parts or bad sizes."""
     kind = values["model_type"]
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
+    takes = kinds().get(kind)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and takes is None:
         return None
     of_sequences = kind.endswith("flamingo") or (
-        kind in KINDS and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        takes is not None and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     )
     if not of_sequences and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return None
@@ -59,7 +60,7 @@ def seeing_shape(
         values,
         name,
     )
-    if kind in KINDS and KINDS[kind].is_prefix:
+    if takes is not None and takes.is_prefix:
         raise UnsupportedError(
             f"{name}: a {kind} prompt sees itself both ways, and no option says how long it is; the planner does not "
             "count it; use 'ringspan rehearse'"
@@ -67,7 +68,7 @@ def seeing_shape(
     of_text = decoder_values(model, name)
     of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
     shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
-    if kind not in KINDS:  # a ring runs only its decoder
+    if takes is None:  # whose decoder alone goes on the ring
         if media:
             raise ConfigError(
                 f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
@@ -92,9 +93,7 @@ def seeing_shape(
             p.numel() for part in towers_of(model) for p in part.parameters()
         )
         - sum(in_layers),
-        later_pairs=sum(_later_pairs(tower) for tower in towers)
-        if KINDS[kind].blocks
-        else 0,
+        later_pairs=sum(_later_pairs(tower) for tower in towers) if takes.blocks else 0,
     )
 
 
@@ -107,7 +106,7 @@ def _later_pairs(tower: Tower) -> int:
 def _shown(model: PreTrainedModel, media: Media, name: str) -> list[Modality]:
     modalities = {
         modality.name: modality
-        for modality in KINDS[model.config.model_type].modalities
+        for modality in kinds()[model.config.model_type].modalities
     }
     for modality, units in media.items():
         if modality not in modalities:
@@ -182,7 +181,7 @@ def _tower(
 
 
 def _features(model: PreTrainedModel, modality: Modality) -> Callable[..., Any]:
-    inner, kind = inner_of(model), KINDS[model.config.model_type]
+    inner, kind = inner_of(model), kinds()[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)
     return (

@@ -1,8 +1,7 @@
 """A layer's attention as one operator for torch.compile: one program for all lengths, masks and routes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.mask import Mask, Region, causal, documents, sliding_window
+from ringspan.core.geometry.layer_mask import LayerMask, Segments
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.attention import op
@@ -22,10 +21,13 @@ _RING_BACKWARD: Final = torch.ops.ringspan.ring_attention_backward.default
 
 
 def layer_attention(
-    asked: Request, lengths: Tensor | None, layout: BatchLayoutName, group: dist.ProcessGroup, *, window: int | None,
-    chunk: int | None,
-) -> Tensor:  # fmt: skip
-    """Compute ``ring_attention`` of packed documents or trees; ``lengths`` as in ``rows_of``, None if one document."""
+    asked: Request,
+    lengths: Tensor | None,
+    layout: BatchLayoutName,
+    group: dist.ProcessGroup,
+    mask: LayerMask,
+) -> Tensor:
+    """Compute ``ring_attention`` of sequences with ``lengths`` as ``rows_of`` takes them; None if one document."""
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
     spec = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if asked.scale is None else asked.scale,
@@ -36,12 +38,16 @@ def layer_attention(
         kernel=asked.kernel,
         group=group.group_name,
     )
-    out, _ = _forward(q, k, v, asked.sinks, lengths, window, chunk, str(spec))
+    out, _ = _forward(q, k, v, asked.sinks, lengths, mask.text, str(spec))
     return out
 
 
-Segments = tuple[int, ...] | Tree
-"""A sequence's documents, by their lengths, or its tree."""
+_MASKS: Final[dict[str, LayerMask]] = {}
+
+
+def note_masks(masks: Iterable[LayerMask]) -> None:
+    """Keep masks of layers, which the operators find again by their texts."""
+    _MASKS.update({mask.text: mask for mask in masks})
 
 
 def rows_of(lengths: Tensor) -> list[Segments]:
@@ -64,41 +70,14 @@ def parts_of(rows: int) -> list[slice]:
     return [slice(None)] if rows == 1 else [slice(row, row + 1) for row in range(rows)]
 
 
-@lru_cache(maxsize=64)
-def mask_of(
-    length: int, lengths: Segments | None, window: int | None, chunk: int | None,
-    blocks: tuple[tuple[int, int], ...] = (),
-) -> Mask:  # fmt: skip
-    """Return the causal mask of documents or a tree, limited to a ``window`` or ``chunk``.
-
-    Tokens in each of the ``blocks`` [start, stop) also see the later tokens of their block.
-    """
-    if blocks:
-        assert chunk is None, "no model has both"
-        before = mask_of(length, lengths, window, chunk)
-        later = (Region(start, stop, start, stop, hi=-1) for start, stop in blocks)
-        return Mask((*before.regions, *later), f"({before} | {len(blocks)} blocks)")
-    if isinstance(lengths, Tree):
-        return lengths.mask(window, chunk)
-    if chunk is not None:
-        pieces = (
-            (*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,)
-        )
-        return documents(piece for some in pieces for piece in some if piece)
-    if lengths is not None:
-        return documents(lengths, window=window)
-    return causal() if window is None else sliding_window(window)
-
-
 @torch.library.custom_op("ringspan::layer_attention", mutates_args=(), tags=op.UNSAFE)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
-    chunk: int | None, spec: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, mask: str, spec: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute a layer's out and lse: one call for the batch if all sequences have one mask, else one for each."""
     parts = [
         (rows, _RING(q[rows], k[rows], v[rows], sinks, None, text))
-        for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
+        for rows, text in _attentions(q, k, v, sinks, lengths, mask, spec)
     ]
     return parts[0][1] if len(parts) == 1 else _joined(parts, op.fake_forward(q, k, v))
 
@@ -108,7 +87,7 @@ def _forward(
 )
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, out: Tensor,
-    lse: Tensor, window: int | None, chunk: int | None, spec: str,
+    lse: Tensor, mask: str, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of q, k, v and sinks, by the same calls as in forward; the sinks' are sums over sequences."""
     parts = [
@@ -126,7 +105,7 @@ def _backward(
                 text,
             ),
         )
-        for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
+        for rows, text in _attentions(q, k, v, sinks, lengths, mask, spec)
     ]
     if len(parts) == 1:
         return parts[0][1]
@@ -136,8 +115,7 @@ def _backward(
 
 
 def _attentions(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
-    chunk: int | None, spec: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, mask: str, spec: str,
 ) -> Iterator[tuple[slice, str]]:  # fmt: skip
     """Yield the parts of the batch that have one mask and layout, each with the operator's spec as text.
 
@@ -161,7 +139,7 @@ def _attentions(
             q=q[rows],
             k=k[rows],
             v=v[rows],
-            mask=mask_of(length, of_row, window, chunk),
+            mask=_MASKS[mask].in_text(length, of_row),
             layout=layout,  # pyright: ignore[reportArgumentType]
             group=group,
             scale=asked.scale,

@@ -22,7 +22,7 @@ from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
-from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
+from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.layers.decoder import cached_kinds, head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text
@@ -137,7 +137,7 @@ def agreed_options(
     if OURS in arguments:
         # whose class asks for another name
         cache = arguments[OF_GENERATE] = arguments.pop(OURS)
-        if OF_GENERATE == OURS and "mamba" in type(model).__name__.lower():
+        if OF_GENERATE == OURS and cache_name(decoder_on_ring(model)) == "cache_params":
             arguments["cache_params"] = cache
     return arguments
 
@@ -349,9 +349,7 @@ def _cached_numbers(decoder: Any, length: int) -> float:
         each[module.layer_idx] = module.kv_lora_rank + module.qk_rope_head_dim
     kinds = zip(cached_kinds(config) if each else (), each, strict=True)
     keys = sum(
-        numbers * min(length, kind.window or kind.chunk or length)
-        for kind, numbers in kinds
-        if kind
+        numbers * min(length, kind.reach or length) for kind, numbers in kinds if kind
     )
     indexes: Any = (
         getattr(each, "compressor", None) or each.indexer

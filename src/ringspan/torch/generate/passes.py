@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,8 +12,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layer_mask import CAUSAL, Blocks, LayerMask
 from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.geometry.mask import UNBOUNDED, Mask, Region, causal, sliding_window
+from ringspan.core.geometry.mask import Mask, Region
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import meeting
@@ -27,11 +27,10 @@ from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
 from ringspan.torch.layers.decoder import (
-    POOLED_INDEXES,
-    LayerKind,
     finished_logits,
     text_config,
 )
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
 from ringspan.torch.layers.positions import beyond_table, rotates
@@ -39,7 +38,7 @@ from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
-from ringspan.torch.multimodal.kinds import Blocks, Kind, has_grid_positions
+from ringspan.torch.multimodal.kinds import Kind, has_grid_positions
 from ringspan.torch.multimodal.towers import PromptImages
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
@@ -198,7 +197,7 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
             f"attention_mask with padding: states of {class_name(model)} would take it in; give prompts of one length "
             "in a batch, or one at a time"
         )
-    is_pooled = text_config(model.config).model_type in POOLED_INDEXES
+    is_pooled = _has_pools(model)
     if (
         mask is not None
         and is_pooled
@@ -305,8 +304,8 @@ def _turn(
     )
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
-    if text_config(model.config).model_type in POOLED_INDEXES:
-        firsts[LayerKind()] = (
+    if _has_pools(model):
+        firsts[CAUSAL] = (
             0  # of windows that pool tokens, whatever a layer keeps of them
         )
     new = cache.add(count, is_split=splits)
@@ -414,48 +413,25 @@ def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
 
 
 def layer_masks(
-    kind: LayerKind,
+    kind: LayerMask,
     start: int,
     length: int,
     real: Sequence[Runs] | None,
     blocks: Sequence[Blocks] | None,
 ) -> tuple[Mask, ...]:
-    """Return ``layer_mask`` of each sequence, or one if all agree. Tokens of a block see its later ones too."""
+    """Return a layer's mask over the cache for each sequence, or one if all agree.
+
+    Tokens of a block see its later ones too.
+    """
     rows = len(real or blocks or (None,))
     masks: list[Mask] = []
     for runs, of_row in zip(real or [None] * rows, blocks or [()] * rows, strict=True):
-        before = layer_mask(kind, start, length, runs)
-        masks.append(
-            Mask(
-                (
-                    *before.regions,
-                    *(Region(one, end, one, end, hi=-1) for one, end in of_row),
-                )
-            )
-        )
+        before = kind.over_cache(start, length, runs)
+        both_ways = (Region(one, end, one, end, hi=-1) for one, end in of_row)
+        masks.append(Mask((*before.regions, *both_ways)))
     return tuple(masks)
 
 
-def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:
-    """Return the mask of queries at [start, length) over keys at [0, length): of ``real`` runs, all if None."""
-    if real is None and kind.chunk is None:
-        return causal() if kind.window is None else sliding_window(kind.window)
-    hi = UNBOUNDED if kind.window is None else kind.window - 1
-    regions = [
-        Region(q0, q1, max(k0, first), min(k1, first + count), 0, hi)
-        for q0, q1, k0, k1 in _chunks(kind.chunk, start, length, real)
-        for first, count in (((0, UNBOUNDED),) if real is None else real)
-    ]
-    return Mask(tuple(region for region in regions if not region.is_empty))
-
-
-def _chunks(
-    size: int | None, start: int, length: int, real: Runs | None
-) -> list[tuple[int, int, int, int]]:
-    """Return queries and keys by chunk, counted from the first token after left padding."""
-    if size is None:
-        return [(0, UNBOUNDED, 0, UNBOUNDED)]
-    origin = real[0][0] if real else 0
-    first = origin + (start - origin) // size * size
-    edges = range(first, length + size, size)
-    return [(one, other, one, other) for one, other in pairwise(edges)]
+def _has_pools(model: RingModel) -> bool:
+    index = family_of(text_config(model.config)).index
+    return index is not None and index.pools

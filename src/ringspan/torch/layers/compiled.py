@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.step_config import StepConfig, check_beside_compile
 from ringspan.torch.attention.cached import current_turn
-from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.layers.family import family_of
 
 
-def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) -> None:
+def check_compile(
+    decoder: PreTrainedModel, config: StepConfig, *, is_stateful: bool
+) -> None:
     """Raise ConfigError for an unknown backend or hidden option, UnsupportedError for layers with outside state."""
     backend = config.compile
     if backend is False:
@@ -32,20 +36,16 @@ def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) 
         raise UnsupportedError(
             f"compile={backend!r}: {name} has layers with a state or a convolution; use compile=False"
         )
-    if any(
-        getattr(module, "attn_temperature_tuning", False)
-        for module in decoder.modules()
-    ):
+    if family_of(decoder.config).scales_queries(decoder.config):
         raise UnsupportedError(
-            f"compile={backend!r}: {name} scales queries by their positions (attn_temperature_tuning); use "
-            "compile=False"
+            f"compile={backend!r}: {name} scales queries by their positions; use compile=False"
         )
 
 
 def compile_layers(
     decoder: nn.Module,
     layers: Sequence[nn.Module],
-    kinds: Sequence[LayerKind],
+    kinds: Sequence[LayerMask],
     backend: bool | str,
 ) -> None:
     """Compile each layer's forward at its first run, except over a cache, after FSDP: its hooks stay outside."""

@@ -1,7 +1,7 @@
 """Per-layer facts of a decoder's config, and the decoder's place in a model."""
 
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
+from ringspan.torch.layers.family import family_of
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -32,40 +34,10 @@ _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {
 }
 
 
-# of older transformers
-_INDEXED: Final = (
-    "indexed_attention",
-    "deepseek_sparse_attention",
-    "qwen_sparse_attention",
-)
-INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(
-        (
-            "axk2",
-            "deepseek_v32",
-            "dots3_note_text",
-            "glm_moe_dsa",
-            "hy_v4",
-            "hy_v4_vl_text",
-        ),
-        _INDEXED,
-    ),
-    **dict.fromkeys(
-        ("glm5_next_text", "mistral_large4_text", "qwen4_exp_text"), _INDEXED
-    ),
-    "deepseek_v4": ("compressed_sparse_attention", "heavily_compressed_attention"),
-    "minimax_m3_vl_text": ("minimax_m3_sparse",),
-}
-"""Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
-
-
-POOLED_INDEXES: Final = frozenset({"deepseek_v4", "glm5_next_text", "qwen4_exp_text"})
-"""Types whose index chooses pools or entries, counted from a row's first real token."""
-
-
 def has_index(config: PreTrainedConfig) -> bool:
     types = getattr(config, "layer_types", None) or ()
-    return any(kind in types for kind in INDEXED_LAYERS.get(config.model_type, ()))
+    index = family_of(config).index
+    return index is not None and any(kind in types for kind in index.layers)
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
@@ -105,8 +77,10 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def _shared_by(config: PreTrainedConfig, heads: int) -> int:
-    if getattr(config, "new_decoder_architecture", False):
-        return getattr(config, "num_kv_heads", heads)
+    """Return the number of key/value heads that a config names in another way."""
+    kv_heads = family_of(config).kv_heads
+    if kv_heads is not None:
+        return kv_heads(config)
     return 1 if getattr(config, "multi_query", False) else heads
 
 
@@ -118,52 +92,35 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     return [size or config.hidden_size // heads for size, (heads, _) in sizes]
 
 
-class LayerKind(NamedTuple):
-    """Visible keys of a layer's queries: all earlier ones, the last ``window``, or their own chunk."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-
-def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    types = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention"] * config.num_hidden_layers
-    )
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerMask, ...]:
+    """Return each layer's mask: as its family says, or by ``layer_types`` and the fields of windows and chunks."""
+    masks = family_of(config).layer_masks
+    if masks is not None:
+        return tuple(masks(config))
+    usual = ["sliding_attention"] * config.num_hidden_layers
     slides = getattr(config, "use_sliding_window", True)
-    if getattr(config, "model_type", "") == "gpt_neo":
-        window = config.window_size
-        return tuple(
-            LayerKind(window=window if kind == "local" else None)
-            for kind in config.attention_layers
-        )
-    windows, chunks = (
-        of_layers(config, "sliding_window"),
-        of_layers(config, "attention_chunk_size"),
-    )
+    windows = of_layers(config, "sliding_window")
+    chunks = of_layers(config, "attention_chunk_size")
     return tuple(
         {
-            "full_attention": LayerKind(),
-            "sliding_attention": LayerKind(window=window if slides else None),
-            "hybrid_sliding": LayerKind(window=window if slides else None),
-            "chunked_attention": LayerKind(chunk=chunk),
-            **dict.fromkeys(INDEXED_LAYERS["deepseek_v4"], LayerKind(window=window)),
-        }.get(kind, LayerKind())
-        for kind, window, chunk in zip(types, windows, chunks, strict=True)
+            "sliding_attention": LayerMask(window=window if slides else None),
+            "hybrid_sliding": LayerMask(window=window if slides else None),
+            "chunked_attention": LayerMask(chunk=chunk),
+        }.get(kind, CAUSAL)
+        for kind, window, chunk in zip(
+            getattr(config, "layer_types", None) or usual, windows, chunks, strict=True
+        )
     )
 
 
-def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
-    """Return each layer's kind; None without own keys (no attention, shared ones, Mllama's images)."""
+def cached_kinds(config: PreTrainedConfig) -> tuple[LayerMask | None, ...]:
+    """Return each layer's mask; None for layers without keys of their own (no attention, or those of another layer)."""
     own = config.num_hidden_layers - (
         getattr(config, "num_kv_shared_layers", None) or 0
     )
-    others = {
-        *range(own, config.num_hidden_layers),
-        *(getattr(config, "cross_attention_layers", None) or ()),
-    }
-    others |= without_attention(config)
-    sharing = getattr(config, "kv_sharing_modes", ())  # Mistral Large 4
+    others = {*range(own, config.num_hidden_layers), *without_attention(config)}
+    others |= {*family_of(config).keyless_layers(config)}
+    sharing = getattr(config, "kv_sharing_modes", ())
     others |= {
         number
         for number, mode in enumerate(sharing)

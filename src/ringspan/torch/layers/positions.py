@@ -3,21 +3,19 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 
 logger = logging.getLogger(__name__)
-
-# They scale queries by their positions, or weigh what is rotated.
-_PLACED: Final = ("beam", "hunyuan")
 
 
 def num_learned_positions(decoder: nn.Module) -> int | None:
@@ -177,15 +175,13 @@ def may_begin_anywhere(model: RingModel) -> bool:
 
 
 def _counts_distances(config: PreTrainedConfig) -> bool:
-    rope = _rope_tables(config)
-    scales = getattr(config, "attn_temperature_tuning", False) or any(
-        each.get("llama_4_scaling_beta") for each in rope
-    )
-    return (
-        (bool(rope[0]) or hasattr(config, "rotary_dim"))
-        and not scales
-        and not config.model_type.startswith(_PLACED)
-    )
+    """Return True if attention depends on positions by the distance of two tokens only."""
+    rope, family = _rope_tables(config), family_of(config)
+    if not family.counts_distances or family.scales_queries(config):
+        return False
+    if any(each.get("llama_4_scaling_beta") for each in rope):
+        return False
+    return bool(rope[0]) or hasattr(config, "rotary_dim")
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

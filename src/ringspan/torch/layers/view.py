@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ringspan.core.names import BatchLayoutName
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.data.loss_blocks import LossOptions
+from ringspan.torch.layers.family import Family
 
 if TYPE_CHECKING:
 
@@ -29,6 +30,8 @@ class ModelView:
     """From tokens to hidden states, the text's in a multimodal model; the model itself if it has none inside."""
     # the decoder's layers by their paths in it: units of checkpointing and gathering
     layers: dict[str, nn.Module]
+    family: Family
+    """What sets the decoder's type apart from transformers' conventions."""
     stateful: dict[str, nn.Module]
     """The decoder's modules whose recurrence or convolution is computed over spans, by their paths in it."""
     own_attention: dict[nn.Module, type[Any]]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.traced import Segments, ends_of, rows_of
+from ringspan.core.geometry.layer_mask import Blocks, Segments
+from ringspan.torch.attention.traced import ends_of, rows_of
 from ringspan.torch.data.batch import positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
@@ -18,7 +19,7 @@ from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.folds import Fold
 from ringspan.torch.model.recurrent import starts_of
-from ringspan.torch.multimodal.kinds import Blocks, blocks_of
+from ringspan.torch.multimodal.kinds import blocks_of
 from ringspan.torch.multimodal.towers import find_pass
 from ringspan.torch.recurrence.current import IndexLoss, SequencePass, passing
 

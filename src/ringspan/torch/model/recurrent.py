@@ -11,29 +11,23 @@ from torch import Tensor, nn
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.layer_mask import Segments
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BatchLayoutName
 from ringspan.core.recurrence.spans import places_of
-from ringspan.torch.attention.traced import Segments
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
+from ringspan.torch.layers.family import families
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.recurrence import rules
 from ringspan.torch.recurrence.current import SequencePass, begin_calls, current_pass
+from ringspan.torch.recurrence.functions import FUNCTIONS, SELECTIVE_SCAN, StateFunction
 from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 
-_SELECTIVE: Final = "mamba_selective_scan"
-_RULES: Final[dict[str, rules.Rule]] = {
-    "torch_chunk_gated_delta_rule": rules.DeltaRule(),
-    "chunk_kimi_delta_attention": rules.DeltaRule(),
-    "mamba2_chunk_scan": rules.StateSpaceDual(),
-    _SELECTIVE: rules.SelectiveScan(),
-}
 _CONVOLUTION: Final = "causal_conv1d_fn"
 # Whole layers in one kernel, which has no states to give or take: None sends the layer to the functions above.
 _FUSED: Final = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-_LIGHTNING: Final = rules.Lightning()
 _PACKED: Final = ("cu_seqlens", "seq_idx")
 
 
@@ -42,7 +36,7 @@ def stateful_modules(decoder: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in decoder.named_modules()
-        if _hooks_of(module) or _is_lightning(module)
+        if _hooks_of(module) or _own_code_of(module)
     }
 
 
@@ -66,16 +60,16 @@ def refuse_stateful(view: ModelView) -> None:
     if stateful > len(layers):
         raise UnsupportedError(
             f"{name} has {stateful} layers with a state or a convolution, of which {len(layers)} call a function that "
-            f"computes spans of them: {', '.join((*_RULES, _CONVOLUTION))}"
+            f"computes spans of them: {', '.join((*_functions(), _CONVOLUTION))}"
         )
 
 
 def why_no_cache(decoder: nn.Module) -> str | None:
     """Return why transformers' cache cannot hold a decoder's states; None if it can."""
     for path, module in stateful_modules(decoder).items():
-        if _is_lightning(module):
+        if _own_code_of(module):
             return f"{path} keeps its state in a cache of its own, which a ring does not split"
-        if hasattr(module, "n_mamba_heads") and _SELECTIVE in _hooks_of(module):
+        if hasattr(module, "n_mamba_heads") and SELECTIVE_SCAN in _hooks_of(module):
             return f"{path} scans its heads one after the other, and a cache on a ring keeps one state for all of them"
     return None
 
@@ -94,8 +88,8 @@ def refuse_spans(view: ModelView, layout: BatchLayoutName, ranks: int, tp: int) 
 def hook_stateful(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         module.register_forward_pre_hook(begin_calls)
-        if _is_lightning(module):
-            mix_in(module, _RingLightning)
+        if own_code := _own_code_of(module):
+            mix_in(module, own_code)
             continue
         space = _code_of(module).__globals__
         for name in (*_hooks_of(module), *_FUSED):
@@ -108,12 +102,28 @@ def _code_of(module: nn.Module) -> FunctionType:
     return inspect.unwrap(forward_of(module))
 
 
-def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the functions that mix tokens in a module's forward; ours if they are inlined."""
-    return (
-        (rules.lightning_attention.__name__,)
-        if _is_lightning(module)
-        else _hooks_of(module)
+def state_of(module: nn.Module) -> StateFunction | None:
+    """Return the function that carries a module's state from token to token; None if it only convolves."""
+    if own_code := _own_code_of(module):
+        return own_code.ring_state
+    names = [name for name in _hooks_of(module) if name != _CONVOLUTION]
+    return _functions()[names[0]] if names else None
+
+
+def _functions() -> dict[str, StateFunction]:
+    """Return transformers' functions with a state, and those of families, by name."""
+    found = dict(FUNCTIONS)
+    for family in families().values():
+        found |= family.states
+    return found
+
+
+def _own_code_of(module: nn.Module) -> type["OwnState"] | None:
+    """Return what computes a module's state over spans, if the module does so in its own code."""
+    name = type(module).__name__
+    return next(
+        (each.stateful[name] for each in families().values() if name in each.stateful),
+        None,
     )
 
 
@@ -121,15 +131,8 @@ def _hooks_of(module: nn.Module) -> tuple[str, ...]:
     code = getattr(_code_of(module), "__code__", None)
     return tuple(
         name
-        for name in (*_RULES, _CONVOLUTION)
+        for name in (*_functions(), _CONVOLUTION)
         if code is not None and name in code.co_names
-    )
-
-
-def _is_lightning(module: nn.Module) -> bool:
-    return all(
-        hasattr(module, name)
-        for name in ("slope_rate", "qkv_proj", "output_gate", "block_size", "out_proj")
     )
 
 
@@ -140,7 +143,7 @@ def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         if name in _FUSED
         else _convolved
         if name == _CONVOLUTION
-        else functools.partial(_scanned, name)
+        else functools.partial(_scanned, name, _functions()[name].rule)
     )
 
     @functools.wraps(plain)
@@ -183,12 +186,12 @@ def _convolved(
 
 def _scanned(
     name: str,
+    rule: rules.Rule,
     plain: rules.Function,
     arguments: dict[str, Any],
     further: dict[str, Any],
     sequences: SequencePass,
 ) -> object:
-    rule = _RULES[name]
     arguments |= {
         name: x for name, x in further.items() if name in rule.dims and x is not None
     }
@@ -203,35 +206,10 @@ def _scanned(
     return (out, None) if isinstance(rule, rules.DeltaRule) else out
 
 
-class _RingLightning(Mixin):
-    def forward(
-        self: Any, hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> object:
-        sequences = current_pass()
-        if sequences is None:
-            return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if sequences.packed is not None:
-            sequences.packed.is_seen = True
-        batch, tokens, _ = hidden_states.shape
-        heads, size = self.num_attention_heads, self.head_dim
-        made = (
-            self.act_fn(self.qkv_proj(hidden_states))
-            .view(batch, tokens, heads, 3 * size)
-            .transpose(1, 2)
-        )
-        q, k, v = made.split(size, -1)
-        arguments = {
-            "query": q,
-            "key": k,
-            "value": v,
-            "slopes": self.slope_rate.flatten(),
-        }
-        options = {"block_tokens": self.block_size}
-        out = recurrence(
-            _LIGHTNING, rules.lightning_attention, arguments | options, sequences
-        )
-        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, heads * size))
-        return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
+class OwnState(Mixin):
+    """Base of what computes a state over spans in place of a module's own code (``Family.stateful``)."""
+
+    ring_state: StateFunction
 
 
 def starts_of(rows: Sequence[Segments]) -> Iterator[Starts]:

@@ -25,7 +25,6 @@ from ringspan.torch.layers.blockwise.head import (
     refuse_mixing,
 )
 from ringspan.torch.layers.decoder import (
-    INDEXED_LAYERS,
     STATEFUL_LAYERS,
     finished_logits,
     has_attention,
@@ -35,6 +34,7 @@ from ringspan.torch.layers.decoder import (
     logit_softcap,
     text_config,
 )
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import instead
 from ringspan.torch.layers.positions import refuse_rope_by_length
 from ringspan.torch.layers.rope import is_rotary
@@ -127,7 +127,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
         raise UnsupportedError(
             f"{kind} is an encoder-decoder model; use a decoder-only causal model"
         )
-    config = text_config(config)
+    media, config = family_of(config).media, text_config(config)
     for heads, kv_heads in set(head_counts(config)):
         if heads % kv_heads:
             raise UnsupportedError(
@@ -142,7 +142,8 @@ def refuse_config(config: PreTrainedConfig) -> None:
         "mlp",
         *STATEFUL_LAYERS,
     }
-    known.update(INDEXED_LAYERS.get(config.model_type, ()))
+    if (index := family_of(config).index) is not None:
+        known.update(index.layers)
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(
@@ -154,10 +155,11 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise UnsupportedError(
                 f"{kind}: {field}={value} is not supported yet; set it to None or 0"
             )
-    # "vision" is for the tokens of images alone, which these models do not take on a ring; PaliGemma sets it, and says
-    # by the types of tokens which of them see later ones.
+    # "vision" is for the tokens of images, which these models do not take on a ring. Models with a prefix (PaliGemma)
+    # set it too, and say by the types of tokens which of them see later ones.
     asked = getattr(config, "use_bidirectional_attention", None)
-    sees_later = asked not in (None, False, "vision") and kind != "paligemma"
+    has_prefix = media is not None and media.is_prefix
+    sees_later = asked not in (None, False, "vision") and not has_prefix
     if not getattr(config, "is_causal", True) or sees_later:
         raise UnsupportedError(
             f"{kind}: bidirectional attention is not supported yet; see docs/models.md"

@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import decoder_of, inner_of, layers_of, towers_of
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.own import own_attention
@@ -26,6 +27,7 @@ def view_of(model: PreTrainedModel) -> ModelView:
         model=model,
         decoder=decoder,
         layers=layers_of(decoder),
+        family=family_of(decoder.config),
         stateful=stateful_modules(decoder),
         own_attention=own_attention(decoder),
         head=model.get_output_embeddings(),

@@ -11,12 +11,12 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.multimodal.kinds import (
-    KINDS,
     Kind,
     Modality,
     blocks_of,
     grid_positions,
     is_of,
+    kinds,
     placeholder,
 )
 from ringspan.torch.runtime.mesh import tensor_axis
@@ -32,7 +32,7 @@ def check_media(
         if media is not None:
             raise UnsupportedError(
                 f"{class_name(model)} takes no {', '.join(media.inputs)} on a ring, where it trains on its text; leave "
-                f"it out, or take a model of the types {', '.join(KINDS)}"
+                f"it out, or take a model of the types {', '.join(sorted(kinds()))}"
             )
         return
     if kind.is_prefix and (media is None or kind.blocks not in media.inputs):

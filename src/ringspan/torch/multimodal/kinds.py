@@ -1,49 +1,18 @@
 """Models that take images on a ring, their inputs, and their blocks of tokens."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from ringspan.core.geometry.layer_mask import Blocks
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import inner_of
+from ringspan.torch.layers.family import families, family_of
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.multimodal import cuts
-
-
-def llama4_images(
-    model: Any, pixel_values: Tensor, **_: object
-) -> BaseModelOutputWithPooling:
-    """Compute embeddings (I, tokens, C) of images (I, channels, H, W)."""
-    seen = model.get_image_features(
-        pixel_values=pixel_values, return_dict=True
-    ).last_hidden_state
-    return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen))
-
-
-def qwen2_audio_sound(
-    model: Any, input_features: Tensor, feature_attention_mask: Tensor, **_: object
-) -> BaseModelOutputWithPooling:
-    """Compute embeddings (tokens, C) of sound windows (W, bins, steps), without padding."""
-    tower = model.audio_tower
-    halved, lengths = tower._get_feat_extract_output_lengths(
-        feature_attention_mask.sum(-1)
-    )
-    steps = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=halved.device)
-    mask = create_bidirectional_mask(
-        config=tower.config,
-        inputs_embeds=input_features.new_empty((len(input_features), len(steps), 1)),
-        attention_mask=(steps < halved[:, None]).long(),
-    )
-    rows = model.multi_modal_projector(
-        tower(input_features, attention_mask=mask).last_hidden_state
-    )
-    real = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
-    return BaseModelOutputWithPooling(pooler_output=rows[real])
 
 
 class Modality(NamedTuple):
@@ -75,70 +44,14 @@ class Kind(NamedTuple):
         return named | {*self.others} | ({self.blocks} if self.blocks else set())
 
 
-_IMAGES: Final = Modality("image", cuts.Cut(("pixel_values",)))
-_SIZED: Final = Modality("image", cuts.Cut(("pixel_values", "image_sizes")))
-_OF_EXAMPLES: Final = Modality(
-    "image", cuts.ImagesOfExamples(("pixel_values", "pixel_attention_mask"))
-)
-_SOUND: Final = Modality("audio", cuts.WindowsOfSound(("input_features",)))
-_QWEN: Final = Kind(
-    (
-        Modality("image", cuts.FramesOfGrid(("pixel_values", "image_grid_thw"))),
-        Modality("video", cuts.FramesOfGrid(("pixel_values_videos", "video_grid_thw"))),
-    ),
-    has_grid_positions=True,
-    others=("mm_token_type_ids", "second_per_grid_ts"),
-)
-_NEWER_QWEN: Final = _QWEN._replace(others=("mm_token_type_ids",))
-
-# Keys are model types. tests/torch/multimodal compares each with one process.
-KINDS: Final[Mapping[str, Kind]] = {
-    "audioflamingo3": Kind(
-        (
-            Modality(
-                "audio", cuts.PartsOfSound(("input_features", "input_features_mask"))
-            ),
-        )
-    ),
-    "gemma3": Kind((_IMAGES,), blocks="token_type_ids"),
-    "idefics3": Kind((_OF_EXAMPLES,)),
-    "internvl": Kind((_IMAGES,)),
-    "llama4": Kind((_IMAGES,), features=llama4_images),
-    "llava": Kind((_SIZED,)),
-    "llava_onevision": Kind(
-        (
-            Modality(
-                "image",
-                cuts.ImagesOfTiles(("pixel_values", "image_sizes", "batch_num_images")),
-            ),
-            Modality("video", cuts.FramesOfVideos(("pixel_values_videos",))),
-        )
-    ),
-    "mistral3": Kind((Modality("image", cuts.Cut(_SIZED.cut.names, needs_all=True)),)),
-    "paligemma": Kind(
-        (_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True
-    ),
-    "qwen2_5_vl": _QWEN,
-    "qwen2_audio": Kind(
-        (
-            Modality(
-                "audio", cuts.PartsOfSound(("input_features", "feature_attention_mask"))
-            ),
-        ),
-        features=qwen2_audio_sound,
-    ),
-    "qwen2_vl": _QWEN,
-    "qwen3_5": _NEWER_QWEN,
-    "qwen3_5_moe": _NEWER_QWEN,
-    "qwen3_vl": _NEWER_QWEN,
-    "qwen3_vl_moe": _NEWER_QWEN,
-    "smolvlm": Kind((_OF_EXAMPLES,)),
-    "voxtral": Kind((_SOUND,)),
-}
+def kinds() -> dict[str, Kind]:
+    """Return what each model type that sees or hears takes."""
+    return {name: family.media for name, family in families().items() if family.media}
 
 
 def kind_of(view: ModelView) -> Kind | None:
-    kind = KINDS.get(view.model.config.model_type)
+    """Return the images or sound that a model takes on a ring; None if it takes none."""
+    kind = family_of(view.model.config).media
     if kind is None or not view.towers:
         return None
     if kind.features is None and not all(
@@ -157,9 +70,6 @@ def placeholder(model: RingModel, modality: Modality) -> int:
     """Return the placeholder token; -1 if the config names none (usual for Voxtral)."""
     token = getattr(model.config, modality.token_field)
     return -1 if token is None else token
-
-
-Blocks = tuple[tuple[int, int], ...]
 
 
 def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] | None:

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from ringspan.core.geometry.layer_mask import Blocks
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import inner_of, layers_of
@@ -26,7 +27,7 @@ from ringspan.torch.layers.view import ModelView, RingModel, decoder_on_ring
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.checks import check_counts
 from ringspan.torch.multimodal.cuts import Inputs, pieces_of
-from ringspan.torch.multimodal.kinds import Blocks, Kind, Modality, blocks_of, is_of
+from ringspan.torch.multimodal.kinds import Kind, Modality, blocks_of, is_of
 from ringspan.torch.transport.collectives import gather, gather_over
 
 

@@ -26,7 +26,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise.head import vocabularies
-from ringspan.torch.layers.decoder import of_layers, text_config
+from ringspan.torch.layers.decoder import decoder_of, of_layers, text_config
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import (
     Mixin,
     computes_as,
@@ -101,11 +102,9 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
                 raise UnsupportedError(
                     f"{name}: the tensor-parallel plan splits {path} but says nothing of its {parameter}; use tp=1"
                 )
+    if why := family_of(decoder_of(model).config).no_tp:
+        raise UnsupportedError(f"{name}: {why}; use tp=1")
     for path, module in modules.items():
-        if type(module).__name__ == "Gemma3nTextAltUp":
-            raise UnsupportedError(
-                f"{name}: {path} reads the weights of a projection itself; use tp=1"
-            )
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedError(
                 f"{name}: dropout {module.p} ({path}) would differ between the ranks that share a token; set it to 0, "

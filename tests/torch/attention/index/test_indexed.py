@@ -14,13 +14,13 @@ import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.selection import seen_in
+from ringspan.families.deepseek_v4 import Entries
 from ringspan.torch.attention.index import chosen, indexed
 from ringspan.torch.attention.index.windows import fetched, windows_of
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
 from ringspan.torch.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.model.attention.choice import rows_now
-from ringspan.torch.model.attention.pooled import Entries
 from ringspan.torch.recurrence.current import SequencePass, passing
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import gathered, part

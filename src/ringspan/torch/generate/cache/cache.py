@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.torch.attention.cached import Turn, current_turn
@@ -16,7 +17,6 @@ from ringspan.torch.generate.cache.pools import Pools, Tail
 from ringspan.torch.generate.cache.quantised import QuantisedRows, check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import Rearranged, StateLayer
-from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import refusing
 
 
@@ -27,7 +27,7 @@ class RingCache(Cache):
 
     def __init__(
         self,
-        kinds: Sequence[LayerKind | None],
+        kinds: Sequence[LayerMask | None],
         ranks: int,
         rank: int,
         dtype: str | None = None,
@@ -93,9 +93,9 @@ class RingCache(Cache):
         return len(self.ids) if self._ids.count else None
 
     @property
-    def firsts(self) -> dict[LayerKind, int]:
+    def firsts(self) -> dict[LayerMask, int]:
         """Return the first position still held, by kind of layer."""
-        firsts: dict[LayerKind, int] = {}
+        firsts: dict[LayerMask, int] = {}
         for layer in self.keepers:
             assert layer.kind is not None
             firsts[layer.kind] = max(layer.first, firsts.get(layer.kind, 0))
@@ -263,7 +263,7 @@ def check_cache(cache: object) -> None:
 
 
 def _layer(
-    cache: RingCache, kind: LayerKind | None, states: int
+    cache: RingCache, kind: LayerMask | None, states: int
 ) -> "RingLayer | StateLayer":
     if not states:
         return RingLayer(cache, kind)
@@ -278,7 +278,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
     indexer_position_ids = property(lambda _: None, lambda _, positions: None)
     """Positions of all tokens, from which Qwen4-exp would turn its pools again."""
 
-    def __init__(self, cache: RingCache, kind: LayerKind | None) -> None:
+    def __init__(self, cache: RingCache, kind: LayerMask | None) -> None:
         self._cache = cache
         self.kind = kind
         self.is_sliding = kind is not None and kind.window is not None
@@ -287,11 +287,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     @property
     def keeps_all(self) -> bool:
-        return (
-            self.kind is not None
-            and self.kind.window is None
-            and self.kind.chunk is None
-        )
+        return self.kind is not None and self.kind.sees_all
 
     def reserve(self, count: int) -> None:
         self._reserved = count
@@ -361,9 +357,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     def first_seen_after(self, length: int) -> int:
         """Return the first position visible to a token at ``length`` or later."""
-        # Sequences with padding on their left begin their chunks later, so that one more may reach back.
-        reach = None if self.kind is None else self.kind.window or self.kind.chunk
-        return 0 if reach is None else max(0, length - reach + 1)
+        return 0 if self.kind is None else self.kind.first_seen_after(length)
 
     def forget(self) -> None:
         first = self.first_seen_after(self.length)
@@ -422,7 +416,7 @@ def _added(rows: Rows | QuantisedRows, new: Tensor, turn: Turn) -> Tensor:
 class RingStateLayer(StateLayer, RingLayer):
     """Layer with a state in addition to its attention (Falcon-H1)."""
 
-    def __init__(self, cache: RingCache, kind: LayerKind, states: int) -> None:
+    def __init__(self, cache: RingCache, kind: LayerMask, states: int) -> None:
         self.number_of_states = states  # which its reset asks for
         RingLayer.__init__(self, cache, kind)
 

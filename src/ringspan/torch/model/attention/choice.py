@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
@@ -17,8 +18,7 @@ from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.attention.index.indexed import indexed_attention
 from ringspan.torch.attention.index.windows import Row
 from ringspan.torch.attention.request import in_autocast
-from ringspan.torch.attention.traced import mask_of, parts_of
-from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.attention.traced import parts_of
 from ringspan.torch.layers.modules import computes_as, forward_of
 from ringspan.torch.model.attention.index_loss import is_learning, note_divergence
 from ringspan.torch.recurrence.current import SequencePass, current_pass
@@ -105,7 +105,7 @@ class AskedOfCache(NamedTuple):
         q, latents = in_autocast(q, latents)
         given = None if choice.index is not None else choice.chosen[0]
         options = {"values": values, "scale": self.scale, "sinks": self.sinks}
-        reach = self.turn.reaches[LayerKind()]
+        reach = self.turn.reaches[CAUSAL]
         out, found = attend_to_cache(
             self.turn, reach, q, latents.to(q.dtype), choice.index, given, **options
         )
@@ -192,7 +192,7 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
     if turn is not None:
         before = range(turn.start - tail, turn.start)
         rank = turn.rank if turn.is_split else 0
-        masks = [mask.spec for mask in turn.reaches[LayerKind()].masks]
+        masks = [mask.spec for mask in turn.reaches[CAUSAL].masks]
         each = zip(parts_of(len(masks)), masks, strict=True)
         return [
             (part, Row(mask, turn.queries, rank, device, tail=before))
@@ -212,7 +212,7 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
             (
                 part,
                 Row(
-                    mask_of(layout.length, lengths, None, None).spec,
+                    CAUSAL.in_text(layout.length, lengths).spec,
                     layout,
                     rank,
                     device,

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -11,14 +12,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.layer_mask import CAUSAL, Blocks, LayerMask, Segments
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.latents import latent_attention
 from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
-from ringspan.torch.attention.traced import Segments, layer_attention, mask_of, parts_of
+from ringspan.torch.attention.traced import layer_attention, note_masks, parts_of
 from ringspan.torch.layers.cache_names import NAMES
-from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
 from ringspan.torch.model.attention.choice import (
     Asked,
@@ -30,11 +31,8 @@ from ringspan.torch.model.attention.choice import (
 from ringspan.torch.model.attention.latents import absorbs, expansion_of, parts_to_send
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
-from ringspan.torch.multimodal.kinds import Blocks
 from ringspan.torch.recurrence.current import current_pass
 
-# decoders that call a method of their mask, which nobody looks at then
-TAKE_MASKS: Final = ("MptModel",)
 # What a pass over a cache honours elsewhere.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
@@ -42,14 +40,16 @@ _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 def register_attention(
     decoder: str,
     ring: dist.ProcessGroup,
-    kinds: tuple[LayerKind, ...],
+    kinds: tuple[LayerMask, ...],
     config: StepConfig,
     *,
     is_indexed: bool = False,
+    takes_mask: bool = False,
 ) -> str:
     """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
     # windows of the masks that the decoder has made, None for one without
     masked: set[int | None] = set()
+    note_masks([*kinds, CAUSAL])
 
     def attend(
         module: nn.Module,
@@ -90,7 +90,7 @@ def register_attention(
             rows = _rows(
                 ring_packed,
                 query.shape[2] * dist.get_world_size(ring),
-                LayerKind(),
+                CAUSAL,
                 config,
             )
             of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
@@ -98,7 +98,7 @@ def register_attention(
         if choice is None:
             kind = _kind_of_layer(module, kinds, sliding_window, masked)
         else:
-            kind, (key, value) = LayerKind(), parts_to_send(module, query, key, value)
+            kind, (key, value) = CAUSAL, parts_to_send(module, query, key, value)
         asked = Request(
             q=query,
             k=key,
@@ -114,15 +114,14 @@ def register_attention(
         )
         if turn is not None:
             out = _over_cache(module, asked, turn, kind)
-        elif is_program and not _has_temperature(module):
+        elif is_program and not _has_scale(module):
             lengths = ring_packed.lengths if ring_packed else None
             out = layer_attention(
                 asked,
                 lengths,
                 config.layout,
                 ring,
-                window=kind.window,
-                chunk=kind.chunk,
+                kind,
             )
             out = out.transpose(1, 2)
         else:
@@ -145,7 +144,7 @@ def register_attention(
         masked.add(local_size)
         if is_indexed:
             return torch.zeros(1, 1, 1, 0, dtype=torch.bool)
-        return torch.zeros(()) if decoder in TAKE_MASKS else None
+        return torch.zeros(()) if takes_mask else None
 
     settings = decoder, ring.group_name, kinds, config
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
@@ -155,11 +154,11 @@ def register_attention(
 
 
 def _over_cache(
-    module: nn.Module, asked: Request, turn: Turn, kind: LayerKind
+    module: nn.Module, asked: Request, turn: Turn, kind: LayerMask
 ) -> Tensor:
     query, key, value = asked.q, asked.k, asked.v
-    if _has_temperature(module):
-        query = _warmed(module, query, turn.positions[None])
+    if _has_scale(module):
+        query = _scaled(module, query, turn.positions[None])
     scale = query.shape[-1] ** -0.5 if asked.scale is None else asked.scale
     query, key, value = in_autocast(query, key, value)
     # written under autocast, or not
@@ -181,14 +180,14 @@ def _over_cache(
 
 
 def _over_ring(
-    module: nn.Module, asked: Request, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerKind,
+    module: nn.Module, asked: Request, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerMask,
     config: StepConfig, fold: Fold | None,
 ) -> Tensor:  # fmt: skip
     """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
     length = (
         asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
     )
-    if _has_temperature(module):
+    if _has_scale(module):
         if packed:
             positions = packed.positions
         else:
@@ -198,7 +197,7 @@ def _over_ring(
                 else fold.layout
             )
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
-        asked = asked._replace(q=_warmed(module, asked.q, positions))
+        asked = asked._replace(q=_scaled(module, asked.q, positions))
     expansion = expansion_of(module, asked.q, asked.k)
     parts: list[Tensor] = []
     for number, (part, mask, layout) in enumerate(_rows(packed, length, kind, config)):
@@ -215,7 +214,7 @@ def _over_ring(
 
 
 def _rows(
-    packed: Packed | None, length: int, kind: LayerKind, config: StepConfig
+    packed: Packed | None, length: int, kind: LayerMask, config: StepConfig
 ) -> list[Rows]:
     documents_of: Sequence[Segments | None] = (None,)
     blocks_of: Sequence[Blocks] = ((),)
@@ -227,7 +226,7 @@ def _rows(
     return [
         Rows(
             part,
-            mask_of(length, lengths, kind.window, kind.chunk, blocks),
+            kind.in_text(length, lengths, blocks),
             config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
         )
         for row, (part, lengths, blocks) in enumerate(
@@ -238,10 +237,10 @@ def _rows(
 
 def _kind_of_layer(
     module: Any,
-    kinds: Sequence[LayerKind],
+    kinds: Sequence[LayerMask],
     asked: int | Unsaid | None,
     masked: Container[int | None],
-) -> LayerKind:
+) -> LayerMask:
     # a compiled layer's, whose program is that of all layers of the kind
     """Return a module's kind by its config; UnsupportedError if module or masks disagree (some pass no window on)."""
     if hasattr(module, "ring_kind"):
@@ -254,26 +253,22 @@ def _kind_of_layer(
             )
         kind = kinds[layer or 0]
     if asked is UNSAID:
-        return kind if kind.window in masked else kind._replace(window=None)
+        return kind if kind.window in masked else replace(kind, window=None)
     if asked != kind.window:
         number = getattr(module, "layer_idx", None)
+        does = LayerMask(window=asked).in_words
         raise UnsupportedError(
-            f"layer {number} of {type(module).__name__} attends to {_reach(asked)}, but its config says "
-            f"{_reach(kind.window)}; set layer_types and sliding_window of the config to what the layers do"
+            f"layer {number} of {type(module).__name__} attends to {does}, but its config says {kind.in_words}; set "
+            "layer_types and sliding_window of the config to what the layers do"
         )
     return kind
 
 
-def _reach(window: object) -> str:
-    return "all earlier tokens" if window is None else f"the last {window} tokens"
+def _has_scale(module: object) -> bool:
+    return getattr(module, "ring_query_scale", None) is not None
 
 
-def _has_temperature(module: object) -> bool:
-    return getattr(module, "ring_temperature", False)
-
-
-def _warmed(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Scale queries (B, H, T, D) at p (B, T) by Llama 4's ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``."""
-    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
-    factors = (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
+def _scaled(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Scale queries (B, H, T, D) by their positions (B, T), as the layer's family says."""
+    factors = module.ring_query_scale(positions)[:, None, :, None]
     return (query * factors.to(query.device)).to(query.dtype)

@@ -8,7 +8,6 @@ Probabilities of all heads are summed, normalised and not differentiated: over t
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,10 @@ from ringspan.core.names import INDEX_LOSS_NAMES, find_name
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.layers.family import families
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.recurrence.current import IndexLoss, current_pass
 from ringspan.torch.transport.collectives import Sum
-
-_TRAINED: Final = frozenset(
-    {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"}
-)
 
 
 def refuse_index_loss(
@@ -47,8 +43,11 @@ def refuse_index_loss(
         raise UnsupportedError(
             f"{option}: {view.name} has no index that chooses keys; leave it out"
         )
-    if kind not in _TRAINED:
-        known = ", ".join(sorted(_TRAINED))
+    learning = {
+        name: each.index.learns for name, each in families().items() if each.index
+    }
+    if not learning.get(kind):
+        known = ", ".join(sorted(name for name, learns in learning.items() if learns))
         raise UnsupportedError(
             f"{option}: only indexes of {known} are trained yet, not of {kind}; leave it out"
         )

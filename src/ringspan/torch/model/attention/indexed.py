@@ -7,7 +7,7 @@ R numbers of a latent, n and v of a head's key (without its rotary part) and val
 """
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import has_index
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView
-from ringspan.torch.model.attention import pooled
 from ringspan.torch.model.attention.choice import (
     Choice,
     everything,
@@ -30,9 +30,6 @@ from ringspan.torch.model.attention.index_loss import (
     learning_queries,
     refuse_index_loss,
 )
-
-_ROTARY_LAST: Final = frozenset({"hy_v4", "hy_v4_vl_text"})
-"""Types whose index rotates the last numbers of a head, not the first."""
 
 
 class ChoosingAttention(Mixin):
@@ -51,7 +48,9 @@ class ChoosingAttention(Mixin):
         return topk_indices
 
 
-class _Index(Mixin):
+class Index(Mixin):
+    ring_rotates_last: bool
+    """True if positions turn the last numbers of a head, not the first."""
     key_numbers = property(lambda self: self.head_dim)
     """Numbers of a token that travel, and that a cache keeps, for its index."""
 
@@ -86,7 +85,7 @@ class _Index(Mixin):
         )
         if turns is not None:
             rotary, plain = self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim
-            is_last = self.config.model_type in _ROTARY_LAST
+            is_last = self.ring_rotates_last
             parts = [
                 x.split([plain, rotary] if is_last else [rotary, plain], -1)
                 for x in (q, k)
@@ -113,29 +112,6 @@ class _Index(Mixin):
                 q, k, weights, self.softmax_scale, self.index_topk, learning_queries()
             ),
             [],
-        )
-
-
-class _IndexOfHidden(_Index):
-    """Mistral Large 4: queries of hidden states, scaled by position, and layers that turn nothing."""
-
-    @torch.no_grad()
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self: Any,
-        hidden_states: Tensor,
-        turns: tuple[Tensor, Tensor],
-        _: object,
-        position_ids: Tensor,
-        **named: Any,
-    ) -> Choice:
-        if (all_ := everything(hidden_states, self.index_topk)) is not None:
-            return all_
-        q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(
-            -1, (self.n_heads, self.head_dim)
-        )
-        q = self.softmax_scaling(q, position_ids, head_dim_first=False)
-        return self.ring_choice(
-            q, hidden_states, turns if self.use_rope else None, given_cache(named)
         )
 
 
@@ -192,31 +168,21 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
             )
 
 
-_INDEXES: Final[dict[str, type]] = {
-    "glm5_next_text": pooled.GatedPools,
-    "minimax_m3_vl_text": pooled.BlockIndex,
-    "mistral_large4_text": _IndexOfHidden,
-    "qwen4_exp_text": pooled.PooledIndex,
-}
-_OTHER_PARTS: Final = {
-    "ngram_embedding": pooled.NGrams,
-    "_short_conv": pooled.DilatedConvolution,
-}
-"""Other modules that read earlier tokens, by an attribute."""
-
-
 def take_over_index(
     decoder: Any, modules: Iterable[Any], *, sends_latents: bool = True
 ) -> None:
     """Put this library's index, and attention to what it chooses, into modules; a route may carry no latents."""
+    index = family_of(decoder.config).index
     for module in modules:
+        assert index is not None, "these modules are of its family"
         if hasattr(module, "expand_kv"):
             mix_in(module, ChoosingAttention, ring_sends_latents=sends_latents)
         if getattr(module, "compressor", None) is not None:
-            mix_in(module.compressor, pooled.Compressor)
+            mix_in(module.compressor, index.mixin or Index)
         elif module.indexer is not None:
-            mix_in(module.indexer, _INDEXES.get(decoder.config.model_type, _Index))
+            rotates_last = index.rotates_last
+            mix_in(module.indexer, index.mixin or Index, ring_rotates_last=rotates_last)
     for module in decoder.modules() if modules else ():
-        for name, mixin in _OTHER_PARTS.items():
+        for name, mixin in () if index is None else index.parts.items():
             if hasattr(module, name):
                 mix_in(module, mixin)

@@ -1,23 +1,29 @@
-"""Attention inlined in older models' code, given to transformers' interface by a mixin per group of modules."""
+"""Attention in a model's own code, handed to the ring by a mixin of its family."""
 
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.cache_names import given_cache
+from ringspan.torch.layers.family import family_of
 from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
 from ringspan.torch.layers.view import ModelView
 
 
 class OwnAttention(Mixin):
+    """Base of what hands a module's queries, keys and values to the ring in place of its own products and softmax.
+
+    A subclass stands before the class of the module, so that ``self`` is the module: it overrides the method that
+    computes attention, and calls ``attend`` in it (``Family.attention``).
+    """
+
     ring_implementation: str
+    ring_needs: tuple[str, ...] = ()
+    """Attributes by which a module is known to be the one that this was written for."""
 
     def attend(
         self: Any,
@@ -43,42 +49,12 @@ class OwnAttention(Mixin):
         )[0]
 
 
-class _Method(OwnAttention):
-    """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a separate method has products and softmax."""
+class InlineAttention(OwnAttention):
+    """Base for modules that compute attention in ``forward``: a subclass has ``computed(given)``.
 
-    def _attn(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: object = None,
-    ) -> tuple[Tensor, None]:
-        divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)
-        dropout = getattr(self, "attn_dropout", None) or self.attention_dropout
-        options: dict[str, Any] = {}
-        if getattr(self, "attention_type", None) is not None:
-            options["sliding_window"] = (
-                self.config.window_size if self.attention_type == "local" else None
-            )
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        return self.attend(
-            query, key, value, 1 / divisor, dropout.p, **options
-        ).transpose(1, 2), None
+    ``given`` are the arguments of ``forward`` by name; ``computed`` returns what the module's forward returns.
+    """
 
-
-class _TransposedKeys(OwnAttention):
-    """GPT-1: keys come as (B, H, D, T)."""
-
-    def _attn(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> list[Tensor]:
-        scaling = v.shape[-1] ** -0.5 if self.scale else 1.0
-        return [
-            self.attend(
-                q, k.transpose(2, 3), v, scaling, self.attn_dropout.p
-            ).transpose(1, 2)
-        ]
-
-
-class _Inline(OwnAttention):
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         given = dict(
             inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments
@@ -109,144 +85,15 @@ class _Inline(OwnAttention):
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
 
-class _Bert(_Inline):
-    """Megatron-BERT and RemBERT."""
-
-    def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        q, k, v = self.projected(
-            given, (self.query, self.key, self.value), self.attention_head_size
-        )
-        return self.attend(
-            q, k, v, self.attention_head_size**-0.5, self.dropout.p
-        ).flatten(2), None
-
-
-class _Bart(_Inline):
-    """MVP, TrOCR and XGLM."""
-
-    def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        q, k, v = self.projected(
-            given, (self.q_proj, self.k_proj, self.v_proj), self.head_dim
-        )
-        return self.out_proj(
-            self.attend(q, k, v, self.scaling, self.dropout).flatten(2)
-        ), None
-
-
-class _Bloom(_Inline):
-    """BLOOM: ALiBi, with the residual inside."""
-
-    def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        hidden = given["hidden_states"]
-        q, k, v = self._reshape(self.query_key_value(hidden))
-        slopes = _doubling_slopes(self, hidden)
-        out = self.attend(
-            q, k, v, self.inv_norm_factor, self.attention_dropout.p, alibi_slopes=slopes
-        ).flatten(2)
-        out = functional.dropout(self.dense(out), self.hidden_dropout, self.training)
-        return given["residual"] + out, None
-
-
-class _Falcon(_Inline):
-    """Falcon: shared key/value heads, with rotary positions or ALiBi."""
-
-    def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        hidden = given["hidden_states"]
-        made = self._split_heads(self.query_key_value(hidden))
-        q, k, v = (x.transpose(1, 2) for x in made)
-        if self.new_decoder_architecture:  # repeated for each query head
-            groups = self.num_heads // self.num_kv_heads
-            k, v = k[:, ::groups], v[:, ::groups]
-        options: dict[str, Any] = {}
-        dropout = 0.0
-        if given.get("alibi") is None:
-            rotate = inspect.unwrap(forward_of(self)).__globals__[
-                "apply_rotary_pos_emb"
-            ]
-            q, k = rotate(q, k, *given["position_embeddings"])
-            k, v = self.updated(given, k, v)
-        else:
-            options["alibi_slopes"] = (
-                _doubling_slopes(self, hidden) * self.inv_norm_factor
-            )
-            dropout = self.attention_dropout.p
-        return self.dense(
-            self.attend(q, k, v, self.inv_norm_factor, dropout, **options).flatten(2)
-        ), None
-
-
-class _Mpt(_Inline):
-    """MPT: ALiBi, with interleaved slopes unless heads are a power of two."""
-
-    def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
-        hidden = given["hidden_states"]
-        made = self.Wqkv(hidden)
-        if self.clip_qkv:
-            made = made.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        shape = *hidden.shape[:2], self.n_heads, self.head_dim
-        q, k, v = (x.reshape(shape).transpose(1, 2) for x in made.chunk(3, dim=2))
-        # The layers' bias is ``-slope d`` at the distance d: its last column but one has the slopes.
-        slopes = -given["position_bias"][:, 0, -2].float()
-        out = self.attend(
-            q, k, v, self.softmax_scale, self.attn_dropout_p, alibi_slopes=slopes
-        )
-        return self.out_proj(out.flatten(2)), None
-
-
-def _doubling_slopes(module: Any, hidden: Tensor) -> Tensor:
-    """Return BLOOM's ALiBi slopes (H,): powers of ``2^(-8/P)``, P = 2^floor(log2 H), then odd ones of ``2^(-4/P)``."""
-    whole = 2 ** math.floor(math.log2(module.num_heads))
-    powers = [2 ** (-8 / whole * (i + 1)) for i in range(whole)]
-    powers += [2 ** (-4 / whole * (2 * i + 1)) for i in range(module.num_heads - whole)]
-    return torch.tensor(powers, dtype=torch.float32, device=hidden.device)
-
-
-def _has(*names: str) -> Callable[[nn.Module], bool]:
-    return lambda module: all(hasattr(module, name) for name in names)
-
-
-# What a module is called in transformers, what it must have to be taken for one, and who computes its attention.
-_KNOWN: Final[dict[str, tuple[Callable[[nn.Module], bool], type[OwnAttention]]]] = {
-    "GPTJAttention": (_has("_attn", "scale_attn", "attn_dropout"), _Method),
-    "CodeGenAttention": (_has("_attn", "scale_attn", "attn_dropout"), _Method),
-    "GPTNeoSelfAttention": (_has("_attn", "attention_type", "attn_dropout"), _Method),
-    "GPTNeoXJapaneseAttention": (
-        _has("_attn", "norm_factor", "attention_dropout"),
-        _Method,
-    ),
-    "Attention": (_has("_attn", "c_attn", "scale", "split_heads"), _TransposedKeys),
-    "MegatronBertSelfAttention": (
-        _has("query", "key", "value", "attention_head_size", "dropout"),
-        _Bert,
-    ),
-    "RemBertSelfAttention": (
-        _has("query", "key", "value", "attention_head_size", "dropout"),
-        _Bert,
-    ),
-    "MvpAttention": (_has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"), _Bart),
-    "TrOCRAttention": (
-        _has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"),
-        _Bart,
-    ),
-    "XGLMAttention": (_has("q_proj", "k_proj", "v_proj", "out_proj", "scaling"), _Bart),
-    "BloomAttention": (
-        _has("_reshape", "query_key_value", "dense", "inv_norm_factor"),
-        _Bloom,
-    ),
-    "FalconAttention": (
-        _has("_split_heads", "query_key_value", "dense", "inv_norm_factor"),
-        _Falcon,
-    ),
-    "MptAttention": (_has("Wqkv", "out_proj", "softmax_scale", "clip_qkv"), _Mpt),
-}
-_ALIBI: Final = _Bloom, _Mpt
-
-
-def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
+def own_attention(decoder: PreTrainedModel) -> dict[nn.Module, type[OwnAttention]]:
+    """Return the modules with attention in their own code, and what hands it to the ring."""
+    known: Mapping[str, Any] = family_of(decoder.config).attention
     found: dict[nn.Module, type[OwnAttention]] = {}
-    for module in decoder.modules():
-        is_one, mixin = _KNOWN.get(type(module).__name__, (None, None))
-        if is_one is not None and mixin is not None and is_one(module):
+    for module in decoder.modules() if known else ():
+        mixin = known.get(type(module).__name__)
+        if mixin is not None and all(
+            hasattr(module, name) for name in mixin.ring_needs
+        ):
             found[module] = mixin
     return found
 
@@ -258,11 +105,8 @@ def refuse_compiled(view: ModelView, backend: bool | str) -> None:
         )
 
 
-def uses_alibi(decoder: nn.Module) -> bool:
-    kinds = set(own_attention(decoder).values())
-    return bool(kinds & {*_ALIBI}) or (
-        _Falcon in kinds and bool(getattr(decoder, "use_alibi", False))
-    )
+def uses_alibi(decoder: PreTrainedModel) -> bool:
+    return family_of(decoder.config).has_alibi(decoder.config)
 
 
 def take_over_attention(

@@ -1,0 +1,89 @@
+"""GLM-5-Next: keys of the index are means of a pool, weighted by a gate of each channel."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ringspan.core.selection import Index
+from ringspan.torch.attention.index.chosen import (
+    IndexInputs,
+)
+from ringspan.torch.attention.part import accumulation_dtype
+from ringspan.torch.layers.cache_names import given_cache
+from ringspan.torch.layers.family import ChosenKeys, Family
+from ringspan.torch.layers.modules import Mixin
+from ringspan.torch.model.attention.choice import (
+    Choice,
+    everything,
+)
+from ringspan.torch.model.attention.pooled import (
+    choose_pools,
+)
+
+
+class GatedPools(Mixin):
+    """GLM-5-Next: keys are means of a pool, weighted by a gate of each channel."""
+
+    key_numbers = property(lambda self: self.head_dim / self.index_kpool)
+
+    @torch.no_grad()
+    def forward(
+        self: Any, hidden_states: Tensor, q_resid: Tensor, **named: Any
+    ) -> Choice:
+        # With the tail, which is attended to as well.
+        if (
+            all_ := everything(hidden_states, self.index_topk + self.index_kpool - 1)
+        ) is not None:
+            return all_
+        q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
+        weights = (
+            self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
+            * self.n_heads**-0.5
+        )
+        gate = linear(hidden_states, self.index_kpool_compress_gate)
+        inputs = torch.cat((self.k_norm(self.wk(hidden_states)), gate), -1)
+
+        def pool(tokens: Tensor, *_: object) -> Tensor:
+            keys, gates = tokens.chunk(2, -1)
+            shares = (gates + self.index_kpool_compress_ape).softmax(
+                2, dtype=accumulation_dtype(gates.dtype)
+            )
+            return (shares.to(keys.dtype) * keys).sum(2)
+
+        index = IndexInputs(
+            q, inputs, weights, self.softmax_scale, self.index_topk // self.index_kpool
+        )
+        size, cache = self.index_kpool, given_cache(named)
+        pools = None if cache is None else cache.pools(self.layer_idx, size, size)
+        return choose_pools(index, size, pool, pools)
+
+
+def _cost(module: Any, token: int) -> Index | None:
+    """Count an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
+    if not isinstance(module.indexer, GatedPools):
+        return None
+    of: Any = module.indexer
+    size = of.index_kpool
+    topk = of.index_topk // size
+    return Index(
+        topk=topk,
+        token=token,
+        scored=round(of.n_heads * size * of.key_numbers),
+        key=of.key_numbers,
+        tail=(size - 1, 2 * of.head_dim),
+        size=size,
+        keys=size,
+        others=(size - 1) / 2,
+        kept=topk * size + size - 1,
+    )
+
+
+FAMILIES: Final = (
+    Family(
+        name="GLM-5-Next",
+        types=("glm5_next_text",),
+        index=ChosenKeys(mixin=GatedPools, pools=True, cost=_cost),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Mistral Large 4: an index of hidden states."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.torch.layers.cache_names import given_cache
+from ringspan.torch.layers.family import ChosenKeys, Family
+from ringspan.torch.model.attention import indexed
+from ringspan.torch.model.attention.choice import Choice, everything
+
+
+class _IndexOfHidden(indexed.Index):
+    """Mistral Large 4: queries of hidden states, scaled by position, and layers that turn nothing."""
+
+    @torch.no_grad()
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self: Any,
+        hidden_states: Tensor,
+        turns: tuple[Tensor, Tensor],
+        _: object,
+        position_ids: Tensor,
+        **named: Any,
+    ) -> Choice:
+        if (all_ := everything(hidden_states, self.index_topk)) is not None:
+            return all_
+        q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(
+            -1, (self.n_heads, self.head_dim)
+        )
+        q = self.softmax_scaling(q, position_ids, head_dim_first=False)
+        return self.ring_choice(
+            q, hidden_states, turns if self.use_rope else None, given_cache(named)
+        )
+
+
+FAMILIES: Final = (
+    Family(
+        name="Mistral Large 4",
+        types=("mistral_large4_text",),
+        index=ChosenKeys(mixin=_IndexOfHidden),
+    ),
+)
