@@ -26,7 +26,7 @@ FLOORS = (
     {"core"},
     {"gpu"},
     {"torch", "jax"},
-    {"checkpoints", "plan"},
+    {"checkpoints", "plan", "families"},
     {"measure", "generate", "hf", "lightning"},
     {"report", "evaluate"},
     {"train"},

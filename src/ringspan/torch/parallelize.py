@@ -282,7 +282,7 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
         kinds,
         config,
         is_indexed=bool(choosing),
-        takes_mask=family.takes_mask,
+        family=family,
     )
     send_latents(latent_modules(decoder, mesh, config), config)
     take_over_index(

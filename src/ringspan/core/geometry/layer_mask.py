@@ -1,4 +1,4 @@
-"""Which keys a layer's queries see in a text: all earlier ones, a window of the last ones, or their own chunk."""
+"""Masks of a model's layers in any text: all earlier keys, a window of the last ones, or the query's own chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

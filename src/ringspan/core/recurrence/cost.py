@@ -1,4 +1,4 @@
-"""What a layer's recurrence costs, in numbers of a sequence or a token."""
+"""Costs of a layer's recurrence, in numbers of a sequence or a token."""
 
 from dataclasses import dataclass
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from ringspan.core.codec import codec
 from ringspan.core.geometry.ranges import Ranges, size
 from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
@@ -28,12 +29,9 @@ from ringspan.core.schedule.steps import (
     make,
     pack,
 )
-from ringspan.core.schedule.workspace import sent_itemsize
 
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
-# Communication dtypes of one byte per number, with a scale factor for the keys and the values of each head.
-_SCALED: Final = frozenset({"float8", "int8"})
 
 
 class Walk:
@@ -52,14 +50,13 @@ class Walk:
         # The own block is part of the inputs, so it takes no bytes.
         self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))
         self.numbers = shape.query_numbers if queries else shape.kv_numbers
-        self.is_scaled = part.comm_dtype in _SCALED
-        self.is_converted = self.is_scaled or (
-            part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16
-        )
+        sent = codec(part.comm_dtype)
+        self.is_scaled = sent.is_scaled
+        self.is_converted = sent.converts(shape.itemsize)
         self.factors = (
             2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
         )
-        self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
+        self.sent_token = self.numbers * sent.sent_itemsize(shape.itemsize)
         self.under_way: dict[int, Coming] = {}  # blocks, by their hop
         # Other ranks' results for this rank's own block: partials of queries, or dk and dv.
         self.returning: list[Coming] = []

@@ -10,7 +10,6 @@ from ringspan.core.schedule.route import Heads
 from ringspan.core.selection import Index
 
 _FLOAT32: Final = 4
-_BFLOAT16: Final = 2
 MOST_HEAD_GROUPS: Final = 8
 
 # Pairs of a mean tile over all heads of a group. On an accelerator this is about a millisecond: such a launch fills it,
@@ -101,11 +100,6 @@ def head_groups(
     )
     free = 0 if on_cpu or not key_bytes else FREE_KEY_BYTES / key_bytes
     return max(_fewest_groups(num_kv_heads, blocks, free), next(fitting, 1))
-
-
-def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
-    """Bytes of a sent key or value number, without a block's few scale factors."""
-    return {"exact": itemsize, "bfloat16": _BFLOAT16}.get(comm_dtype, 1)
 
 
 class Taken(NamedTuple):

@@ -7,10 +7,11 @@ parallelism.
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ringspan.core.codec import codec
 from ringspan.core.costs import training_flops
 from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
-from ringspan.core.schedule.workspace import Shape, sent_itemsize
+from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.chosen import scoring_flops
 from ringspan.plan.cost.folds import copied_bytes, folds_read
@@ -500,7 +501,7 @@ def block_tokens_for_overlap(
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
     sent, kind = (
-        sent_itemsize(setting.comm_dtype, setting.number_bytes),
+        codec(setting.comm_dtype).sent_itemsize(setting.number_bytes),
         shape.attention,
     )
     share = kind.kv_heads / kind.heads

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Final
 
+from ringspan.core.codec import codec
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.names import CommDtypeName, LayoutName
@@ -105,7 +106,7 @@ def _share(
         nodes = ranks // route.inner
         inner = _MOST_RANKS // nodes
         return _share(layout, nodes * inner, replace(route, inner=inner), *rest)
-    tokens = _TOKENS if comm_dtype in ("exact", "bfloat16") else _MANY_TOKENS
+    tokens = _MANY_TOKENS if codec(comm_dtype).is_scaled else _TOKENS
     split = Layout(layout, tokens * ranks, ranks)
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
     parts = (

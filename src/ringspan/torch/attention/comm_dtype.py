@@ -5,12 +5,14 @@ from typing import Final
 
 import torch
 
+from ringspan.core.codec import codec
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, find_name
 from ringspan.torch.attention.block import Block, PackedSpec
 
-# The dtype of each code and its largest value.
-_CODES: Final = {
+# The dtype of each code, and its largest value if it is scaled (``core.codec``).
+_CODES: Final[dict[str, tuple[torch.dtype, float | None]]] = {
+    "bfloat16": (torch.bfloat16, None),
     "float8": (torch.float8_e4m3fn, 448.0),
     "int8": (torch.int8, 127.0),
 }
@@ -28,18 +30,18 @@ def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
 
 def sent_as(comm_dtype: str, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
     """Return the dtype that sends numbers of ``dtype``, and whether factors come with them."""
-    if comm_dtype in _CODES:
-        return _CODES[comm_dtype][0], True
-    return (torch.bfloat16 if comm_dtype == "bfloat16" else dtype), False
+    sent = codec(comm_dtype)
+    coded, _ = _CODES.get(comm_dtype, (dtype, None))
+    return coded, sent.is_scaled
 
 
 def encode(block: Block, comm_dtype: str) -> Block:
     """Encode a block for sending, packed; ``float8`` and ``int8`` are scaled by each head's largest value."""
     if comm_dtype == "exact":
         return block
-    if comm_dtype == "bfloat16":
-        return block.to(torch.bfloat16)
     dtype, largest = _CODES[comm_dtype]
+    if largest is None:
+        return block.to(dtype)
     coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
     assert coded.scales is not None
     for x, code, scale in zip(

@@ -1,4 +1,4 @@
-"""What a family of models has beyond transformers' conventions, as one record, found by a config's model type.
+"""Families of models: all that sets some types apart from transformers' conventions, in one record for each.
 
 Most models need none: their configs name windows and heads as transformers does, and their attention goes through its
 ``AttentionInterface``. ``ringspan.families`` has a file for each family that needs more. A package brings its own by
@@ -111,7 +111,8 @@ def register(family: Family, *, replace: bool = False) -> Family:
     """
     if not isinstance(family, Family):
         raise ConfigError(
-            f"register takes a ringspan.families.Family, got {type(family).__name__}"
+            f"register takes a ringspan.families.Family, got {type(family).__name__}; make one with Family(name=..., "
+            "types=('...',))"
         )
     if not family.types:
         raise ConfigError(
@@ -173,6 +174,7 @@ def _loaded(point: EntryPoint) -> list[Family]:
         isinstance(each, Family) for each in several
     ):
         raise ConfigError(
-            f"{_GROUP} of an installed package: {point.name} = {point.value} is no Family, nor a list of them"
+            f"{_GROUP} of an installed package: {point.name} = {point.value} is no Family, nor a list of them; update "
+            "or uninstall that package"
         )
     return [*several]

@@ -20,6 +20,7 @@ from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
 from ringspan.torch.attention.traced import layer_attention, note_masks, parts_of
 from ringspan.torch.layers.cache_names import NAMES
+from ringspan.torch.layers.family import CONVENTIONS, Family
 from ringspan.torch.memory.folds import Fold, attend_in_folds
 from ringspan.torch.model.attention.choice import (
     Asked,
@@ -44,11 +45,14 @@ def register_attention(
     config: StepConfig,
     *,
     is_indexed: bool = False,
-    takes_mask: bool = False,
+    family: Family = CONVENTIONS,
 ) -> str:
     """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
     # windows of the masks that the decoder has made, None for one without
     masked: set[int | None] = set()
+    # A layer that says nothing has the window of a mask that its decoder has made, unless its family knows better.
+    if family.layer_masks is not None:
+        masked.update(kind.window for kind in kinds)
     note_masks([*kinds, CAUSAL])
 
     def attend(
@@ -144,9 +148,9 @@ def register_attention(
         masked.add(local_size)
         if is_indexed:
             return torch.zeros(1, 1, 1, 0, dtype=torch.bool)
-        return torch.zeros(()) if takes_mask else None
+        return torch.zeros(()) if family.takes_mask else None
 
-    settings = decoder, ring.group_name, kinds, config
+    settings = decoder, ring.group_name, kinds, config, family.name
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)

@@ -1,4 +1,4 @@
-"""What indexes of blocks and of pooled keys are made of; ``ringspan.families`` has the indexes.
+"""Parts of indexes of blocks and of pooled keys; ``ringspan.families`` has the indexes.
 
 Blocks and pools begin with their document, also in packed and padded rows. Each module computes what its tokens give;
 pools that reach over the border of a span are made by the rank of their last token, of tokens that it fetches.

@@ -1,0 +1,23 @@
+"""Encodings of what is sent: their bytes, and that torch has a code for each."""
+
+import pytest
+import torch
+
+import ringspan as rs
+from ringspan.core.codec import codec
+from ringspan.core.names import COMM_DTYPE_NAMES
+from ringspan.torch.attention.comm_dtype import sent_as
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", COMM_DTYPE_NAMES)
+def test_a_code_has_the_bytes_that_are_counted_for_it(name, dtype):
+    sent, is_scaled = sent_as(name, dtype)
+    assert sent.itemsize == codec(name).sent_itemsize(dtype.itemsize)
+    assert is_scaled == codec(name).is_scaled
+    assert codec(name).converts(dtype.itemsize) == (sent != dtype)
+
+
+def test_an_unknown_code_raises_and_costs_nothing():
+    with pytest.raises(rs.UnsupportedError, match="comm_dtype"):
+        codec("float4")
