@@ -9,7 +9,7 @@ from ringspan.core.names import COMM_DTYPE_NAMES, find_name
 
 @dataclass(frozen=True)
 class Codec:
-    """An encoding: ``itemsize`` bytes for each number, None for as many as it is computed in.
+    """An encoding: ``itemsize`` bytes for each number, or None if it is sent in the dtype that it is computed in.
 
     A ``is_scaled`` one sends a float32 factor in addition, for the keys and for the values of each head.
     """

@@ -39,7 +39,8 @@ class ChosenKeys:
     ``parts`` before modules that also read earlier tokens, by the attribute by which they are known. An index
     ``pools`` if it chooses pools of keys, counted from a row's first real token; ``rotates_last`` if positions turn
     the last numbers of a head and not the first; ``learns`` if ``index_loss`` can train it. ``cost`` counts an
-    attention module's index for the planner, given the numbers fetched of each token; None for what it does not know.
+    attention module's index for the planner, given the numbers fetched of each token, and returns None if it does not
+    know the module.
     """
 
     layers: tuple[str, ...] = (
