@@ -27,9 +27,8 @@ from ringspan.torch.runtime.launch import launch
 RESULT: Final = Path(__file__).parent / "results" / "ancestors-cpu.json"
 RANKS, HEADS, HEAD_DIM, BLOCK, REPEATS = 2, 4, 64, 512, 3
 LENGTHS: Final = (1024, 2048, 4096, 8192, 16_384)
-STORES_SCORES_UP_TO: Final = (
-    8192  # beyond, the scores of Ring Self-Attention alone are more than 2 GB per rank
-)
+# beyond, the scores of Ring Self-Attention alone are more than 2 GB per rank
+STORES_SCORES_UP_TO: Final = 8192
 
 
 class Shift(torch.autograd.Function):

@@ -37,12 +37,10 @@ from ringspan.measure.machine import describe_machine
 RESULT: Final = Path(__file__).parent / "results" / "nodes-cpu.json"
 RANKS: Final = 4
 PER_NODE: Final = 2
-_ROOT: Final = (
-    f"qdisc add dev {LINK} root handle 1: htb"  # what no filter names is not held back
-)
-_QUEUE_SECONDS: Final = (
-    0.05  # of what waits to be sent to the other node, beyond which it is dropped
-)
+# what no filter names is not held back
+_ROOT: Final = f"qdisc add dev {LINK} root handle 1: htb"
+# of what waits to be sent to the other node, beyond which it is dropped
+_QUEUE_SECONDS: Final = 0.05
 ROUTES: Final = (
     "ring",
     "bidirectional",

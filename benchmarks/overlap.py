@@ -66,9 +66,8 @@ class Sweep:
     gigabits: float
     dtype: str = "float32"
     heads: int = 1
-    kv_heads: int = (
-        1  # one makes one group of heads, so that a message is the whole block of a hop
-    )
+    # one makes one group of heads, so that a message is the whole block of a hop
+    kv_heads: int = 1
     head_dim: int = 128
     tokens: tuple[int, ...]
     repeats: int

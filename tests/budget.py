@@ -10,9 +10,8 @@ import pytest
 
 _BUDGETS: Final = Path(__file__).with_name("budget.toml")
 _BUSY: Final = 0.15  # the share of all cores that others may use on a quiet machine
-_LOST: Final = (
-    0.03  # and the share that its host may give to other machines, all the while
-)
+# and the share that its host may give to other machines, all the while
+_LOST: Final = 0.03
 
 
 class Budget:

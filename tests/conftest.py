@@ -21,9 +21,8 @@ from tests.tiers import HEAVY, group, tier
 gc.set_threshold(50_000, 20, 10)
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before our Triton kernels are imported: Triton reads it when it decorates
-    )
+    # before our Triton kernels are imported: Triton reads it when it decorates
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # `make test` draws the same examples each time, so that a red run is about the change; `make fuzz` draws new ones.
 # No deadline: the first call in a process pays for warming up.

@@ -17,13 +17,11 @@ from ringspan.core.geometry.layout import Layout
 Attention = Callable[..., Tensor]
 Loss = Callable[..., Tensor]
 FLOAT32_LIMIT: Final = 1e-5  # ||x - exact|| / ||exact||
-BFLOAT16_LIMIT: Final = (
-    1.4  # times the error that PyTorch's attention has in one process
-)
+# times the error that PyTorch's attention has in one process
+BFLOAT16_LIMIT: Final = 1.4
 LOSS_LIMIT: Final = 1e-5
-_PADDING: Final = (
-    30.0  # what stands where there are no tokens; whoever attends to it is far off
-)
+# what stands where there are no tokens; whoever attends to it is far off
+_PADDING: Final = 30.0
 NAMES: Final = ("out", "dq", "dk", "dv")
 
 

@@ -34,9 +34,8 @@ def _family(kind: str, *traits: str, bound: float = 1e-9, **changes: Any) -> Fam
     return Family(kind, changes, bound, frozenset(traits))
 
 
-_IN_FLOAT32: Final = (
-    1e-6  # transformers computes temperatures, or what routers lose, in float32
-)
+# transformers computes temperatures, or what routers lose, in float32
+_IN_FLOAT32: Final = 1e-6
 FAMILIES: Final[dict[str, Family]] = {
     "llama": _family("llama", "packs"),
     "llama-tied": _family("llama-tied", "packs"),
@@ -284,9 +283,8 @@ def settled(draw: Draw, most_ranks: int) -> Draw:
     if draw["dtype"] == "bfloat16" and family.traits & {"experts", "states", "index"}:
         draw["dtype"] = "float32"  # rounded scores choose other experts and keys
     if draw["dtype"] != "float64":
-        draw["optimizer"] = (
-            "SGD"  # Adam makes a step of a gradient that is nothing but rounding
-        )
+        # Adam makes a step of a gradient that is nothing but rounding
+        draw["optimizer"] = "SGD"
         if draw["between"].startswith("resume"):
             draw["between"] = "nothing"
     if draw["between"].startswith("resume") and mesh.ranks != most_ranks:

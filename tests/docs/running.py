@@ -86,9 +86,8 @@ def run_page(_mesh: Any, page: str, folder: str) -> list[str]:
                 ran.append(place)
         finally:
             os.chdir(before)
-            os.environ |= (
-                environment  # Lightning takes MASTER_ADDR out when it has trained
-            )
+            # Lightning takes MASTER_ADDR out when it has trained
+            os.environ |= environment
     return ran
 
 

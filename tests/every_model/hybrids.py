@@ -183,7 +183,6 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     made = CONFIG_MAPPING[kind](
         **{name: value for name, value in values.items() if value is not None}
     )
-    made._attn_implementation = made._experts_implementation = (
-        "eager"  # others know no float64
-    )
+    # others know no float64
+    made._attn_implementation = made._experts_implementation = "eager"
     return made

@@ -50,9 +50,8 @@ def jax_triton() -> Iterator[None]:
     module, name = ModuleType("jax_triton"), "jax_triton"
     module.__dict__.update(triton_call=triton_call, __spec__=ModuleSpec(name, None))
     real = sys.modules.pop(name, None)
-    sys.modules[name] = (
-        module  # not by patch.dict, which forgets what is imported meanwhile: MLIR registers only once
-    )
+    # not by patch.dict, which forgets what is imported meanwhile: MLIR registers only once
+    sys.modules[name] = module
     is_installed.cache_clear()
     try:
         yield

@@ -85,9 +85,8 @@ class Checkpoints:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self.newest_step: int | None = (
-            None  # the last step that was committed or loaded here
-        )
+        # the last step that was committed or loaded here
+        self.newest_step: int | None = None
         self._on_first(f"{folder}: cannot be prepared", self._clean)
 
     def save(

@@ -20,9 +20,8 @@ from ringspan.cli.console import console, hush, say
 from ringspan.train.loop import Observer
 from ringspan.train.metrics import StepMetrics
 
-_BESIDE: Final = (
-    36  # characters of a line that the numbers of the step and both times take
-)
+# characters of a line that the numbers of the step and both times take
+_BESIDE: Final = 36
 _WIDE: Final = 140  # least width of a terminal with room for a bar
 
 

@@ -73,9 +73,8 @@ class Program(Course):
     num_runs: IntArray  # (rows,)
     runs: IntArray  # (rows, R, 3): query start, first key start, number of consecutive key chunks
     num_partial: IntArray  # (rows,)
-    partial: (
-        IntArray  # (rows, Q, 4): query start, key start, first band, number of bands
-    )
+    # (rows, Q, 4): query start, key start, first band, number of bands
+    partial: IntArray
     bands: IntArray  # (bands, 6): rows [q0, q1), keys [k0, k1) with lo <= row - key <= hi, in local indices
     is_even: bool  # True if no two chunks overlap
 

@@ -27,9 +27,8 @@ from ringspan.report.ring_pictures import ring_picture, travel_picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_ROWS: Final = (
-    400  # rows of a long table, so that the file stays small enough to send
-)
+# rows of a long table, so that the file stays small enough to send
+MAX_ROWS: Final = 400
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:

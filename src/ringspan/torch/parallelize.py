@@ -234,9 +234,8 @@ def put_on_mesh(
     _note_what_stays(model, layers, mesh)
     if given is not model:
         put_on_ring(given)
-    vars(given)["_is_accelerate_prepared"] = (
-        True  # accelerate's own mark of a model that it must not wrap
-    )
+    # accelerate's own mark of a model that it must not wrap
+    vars(given)["_is_accelerate_prepared"] = True
     return given
 
 

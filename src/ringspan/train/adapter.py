@@ -27,9 +27,8 @@ from ringspan.torch.weights.writing import (
 )
 from ringspan.train.config.model_table import AdapterConfig
 
-BASE_PREFIX: Final = (
-    "base_model.model."  # PEFT puts this before the names of a model's weights
-)
+# PEFT puts this before the names of a model's weights
+BASE_PREFIX: Final = "base_model.model."
 _INNER: Final = ".base_layer."  # PEFT's layers put this between the name of a layer and of its weight
 
 

@@ -39,9 +39,8 @@ from ringspan.train.signals import StopRequest
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import Profiler
 
-_BALANCED_STEPS: Final = (
-    100  # first steps whose balance by data.balance = "flops" is reported
-)
+# first steps whose balance by data.balance = "flops" is reported
+_BALANCED_STEPS: Final = 100
 
 
 @dataclass

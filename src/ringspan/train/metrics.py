@@ -22,9 +22,8 @@ class StepMetrics:
     matmul_utilization: float
     peak_bytes: int
     seconds: float
-    index_loss: float | None = (
-        None  # divergence of a model's index; None if it does not learn
-    )
+    # divergence of a model's index; None if it does not learn
+    index_loss: float | None = None
 
 
 class MetricsWriter:

@@ -16,9 +16,8 @@ from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS, STOP_SIGNALS
 
 EXIT_STOPPED: Final = 75
 """Exit code of a run that was stopped and has saved: sysexits' "temporary failure"; start it again to resume."""
-EXIT_ABORTED: Final = (
-    130  # exit code of a rank that was interrupted again and did not finish its step
-)
+# exit code of a rank that was interrupted again and did not finish its step
+EXIT_ABORTED: Final = 130
 
 
 class StopRequest:

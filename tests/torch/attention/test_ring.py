@@ -27,9 +27,8 @@ from tests.fuzz import examples
 from tests.torch.views import VECTORS, VIEWS, numbers_for
 from tests.torch.virtual import on_ranks
 
-FLOAT32_LIMIT = (
-    3e-6  # the design's Numbers: float32, relative, for out, dq, dk and dv alike
-)
+# the design's Numbers: float32, relative, for out, dq, dk and dv alike
+FLOAT32_LIMIT = 3e-6
 
 
 @pytest.fixture(autouse=True)

@@ -239,9 +239,8 @@ def test_peft_opens_the_adapter_and_merges_it_into_plain_weights(pool, tmp_path)
         opened(tmp_path / "base", "nf4, scales packed"), tmp_path / "adapter"
     )
     for module in again.modules():
-        module.support_avx512bf16_for_cpu = (
-            False  # as on a ring: in evaluation it would compute in bfloat16
-        )
+        # as on a ring: in evaluation it would compute in bfloat16
+        module.support_avx512bf16_for_cpu = False
     expected = again.eval().generate(
         input_ids=tokens(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0
     )

@@ -170,9 +170,8 @@ def _images(
             mask = torch.ones(len(per_example), most, 16, 16, dtype=torch.bool)
             for example, number in enumerate(per_example):
                 pixels[example, number:] = 0
-                mask[example, 1:2, :, 16 if alike else 12 :] = (
-                    False  # the second image of each is narrower
-                )
+                # the second image of each is narrower
+                mask[example, 1:2, :, 16 if alike else 12 :] = False
             return {"pixel_values": pixels, "pixel_attention_mask": mask}, [4] * count
         case "llava_onevision":
             sizes = cycle(_ORIGINALS)

@@ -52,9 +52,8 @@ def one_process(kind: str, frozen: tuple[str, ...]) -> Any:
     for step in batches(kind):
         total = torch.zeros((), dtype=torch.float64)
         for batch in step:
-            model.base_model.rope_deltas = (
-                None  # of the batch before, which transformers would go on with
-            )
+            # of the batch before, which transformers would go on with
+            model.base_model.rope_deltas = None
             logits = model(
                 **{name: value for name, value in batch.items() if name != "labels"}
             ).logits

@@ -11,9 +11,8 @@ from typing import Any, Final, cast
 
 from ringspan.core.messages.lines import one_line
 
-ADAPTER_CONFIG: Final = (
-    "adapter_config.json"  # the files that PEFT writes into a folder
-)
+# the files that PEFT writes into a folder
+ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 MODEL_CONFIG: Final = "config.json"
 _MOST_BYTES: Final = 16 << 20  # a model's config has a few thousand

@@ -28,9 +28,8 @@ from ringspan.plan.cost.shards import (
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
-ATTENTION_MOMENT: Final = (
-    "attention backward"  # the only moment that depends on the route
-)
+# the only moment that depends on the route
+ATTENTION_MOMENT: Final = "attention backward"
 
 # Share of what a step allocates and frees that the allocator reserves on top, with expandable segments, which
 # ``ringspan train`` sets. Without them an H200 reserved 32% more (131,072 tokens, benchmarks/results).

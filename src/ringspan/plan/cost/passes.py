@@ -22,9 +22,8 @@ _LARGEST_SCHEDULE: Final = 64
 _MOST_RANKS: Final = 512
 # Tokens of a group of ranks in the one schedule that is scaled to any number of tokens.
 _TOKENS: Final = 8192
-_FEW_TOKENS: Final = (
-    256  # with fewer, the diagonal is too large a share of the pairs to scale
-)
+# with fewer, the diagonal is too large a share of the pairs to scale
+_FEW_TOKENS: Final = 256
 
 
 # A function that times forward and backward of one causal attention on the slowest rank, like ``attention_passes``.

@@ -127,9 +127,8 @@ def _say_once(error: BaseException, call: str) -> None:
     # gloo's errors have no class of their own.
     is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)
     if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
-        vars(error)["ring_said"] = (
-            True  # in nested calls, only the innermost reports the error
-        )
+        # in nested calls, only the innermost reports the error
+        vars(error)["ring_said"] = True
         _say_who_is_missing(call)
 
 

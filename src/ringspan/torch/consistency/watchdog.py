@@ -77,12 +77,10 @@ class Place:
 
 
 _MEASURED_STEPS: Final = 3
-_VERDICT_SECONDS: Final = (
-    2.0  # wait after a failed exchange for the verdict on its cause
-)
-_PAUSE_SECONDS: Final = (
-    1.0  # delay of the watching thread that is normal on a busy machine
-)
+# wait after a failed exchange for the verdict on its cause
+_VERDICT_SECONDS: Final = 2.0
+# delay of the watching thread that is normal on a busy machine
+_PAUSE_SECONDS: Final = 1.0
 _MAX_LINE_BYTES: Final = 1 << 16
 
 

@@ -62,9 +62,8 @@ class CacheCost(NamedTuple):
 class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
-    ring_on_read: Callable[[int], None] | None = (
-        None  # told the length of the cache after each chunk
-    )
+    # told the length of the cache after each chunk
+    ring_on_read: Callable[[int], None] | None = None
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> Any:

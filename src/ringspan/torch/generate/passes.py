@@ -305,9 +305,8 @@ def _turn(
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
     if _has_pools(model):
-        firsts[CAUSAL] = (
-            0  # of windows that pool tokens, whatever a layer keeps of them
-        )
+        # of windows that pool tokens, whatever a layer keeps of them
+        firsts[CAUSAL] = 0
     new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(

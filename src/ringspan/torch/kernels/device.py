@@ -28,14 +28,12 @@ LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 @dataclass(frozen=True, kw_only=True)
 class DeviceRules:
     cuts_for_cores: bool  # group heads for CPU threads rather than for large launches
-    chunk_size: ChunkSize | None = (
-        LARGE_CHUNKS  # sizes for plain PyTorch; None keeps a tile in a core's cache
-    )
+    # sizes for plain PyTorch; None keeps a tile in a core's cache
+    chunk_size: ChunkSize | None = LARGE_CHUNKS
     short_rows: tuple[float, float] | None = None
     """Least keys over all heads, and most keys per row, for which plain PyTorch beats the CPU kernel in float32."""
-    multiplies_16_bits: bool = (
-        True  # True if the CPU kernel beats plain PyTorch in 16 bits
-    )
+    # True if the CPU kernel beats plain PyTorch in 16 bits
+    multiplies_16_bits: bool = True
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
     """Destination of offloaded tensors (``ringspan.torch.memory.offload``)."""
     probe_tokens: int = 24  # tokens of a module's trial: enough to overflow an expert's capacity if all choose the same

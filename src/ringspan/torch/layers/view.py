@@ -51,9 +51,8 @@ class RingModel(_Model):
     """Attributes that ``parallelize`` adds to a model."""
 
     ring_mesh: DeviceMesh
-    ring_axis: (
-        DeviceMesh  # the mesh's ring, of which torch would make a new mesh each time
-    )
+    # the mesh's ring, of which torch would make a new mesh each time
+    ring_axis: DeviceMesh
     ring_layout: BatchLayoutName
     ring_folds: int  # parts of each sequence that ranks compute one after the other
     ring_step: StepConfig  # the options of ``parallelize``
@@ -65,16 +64,14 @@ class RingModel(_Model):
     ring_buffers: list[tuple[str, nn.Module, str]]
     ring_loss_function: Callable[..., Any]  # the model's own of then
     ring_is_generating = False  # True while weights may be whole between passes
-    ring_media: Any = (
-        None  # kind of the model's image inputs (``Kind``); None if it takes none
-    )
+    # kind of the model's image inputs (``Kind``); None if it takes none
+    ring_media: Any = None
 
     # longest text that it was trained on beyond its positions (``note_length``)
     ring_trained_length: int | None
     ring_said_text_length: bool
-    ring_said_evaluation = (
-        False  # True once a log line has said what evaluation mode leaves out
-    )
+    # True once a log line has said what evaluation mode leaves out
+    ring_said_evaluation = False
     ring_loss: LossOptions
     # vocabulary sizes of the input embedding and the head
     ring_vocabularies: tuple[int, int]
@@ -89,9 +86,8 @@ class RingModel(_Model):
     ring_min_shared: int | None
     ring_no_tree: str  # part of the model that takes no trees of segments; empty if all of it does
     ring_compiled: bool  # True if layers are compiled
-    ring_router: (
-        Any  # auxiliary loss of a mixture of experts (``RouterLoss``); None if absent
-    )
+    # auxiliary loss of a mixture of experts (``RouterLoss``); None if absent
+    ring_router: Any
 
 
 def decoder_on_ring(model: RingModel) -> PreTrainedModel:

@@ -52,9 +52,8 @@ def local_hidden_states(
         packed = Packed(model, document_lengths, position_ids, blocks)
     others: dict[str, Any] = {"ring_packed": packed} if packed else {}
     if model.ring_router is not None:
-        others["output_router_logits"] = (
-            False  # by transformers; they are recorded here
-        )
+        # by transformers; they are recorded here
+        others["output_router_logits"] = False
     # Programs cannot be told; layers with a state are never compiled.
     sequences = (
         None
@@ -94,9 +93,8 @@ class Packed:
         # On the CPU: each compiled layer reads them, and would wait for the device.
         self.lengths = lengths = None if lengths is None else lengths.cpu()
         self.positions = positions
-        self.split: BatchLayout | None = (
-            None  # where that is not the model's named one on as many tokens
-        )
+        # where that is not the model's named one on as many tokens
+        self.split: BatchLayout | None = None
         if model.ring_layout == "balanced" and lengths is not None:
             whole, ranks = int(ends_of(lengths).max()), model.ring_axis.size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)

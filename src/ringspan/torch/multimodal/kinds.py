@@ -26,13 +26,11 @@ class Modality(NamedTuple):
 
 class Kind(NamedTuple):
     modalities: tuple[Modality, ...]
-    blocks: str | None = (
-        None  # input whose tokens of type ``block_type`` see each other both ways
-    )
+    # input whose tokens of type ``block_type`` see each other both ways
+    blocks: str | None = None
     block_type: int = 1
-    is_prefix: bool = (
-        False  # True if a document's block is its prefix, whatever window a layer has
-    )
+    # True if a document's block is its prefix, whatever window a layer has
+    is_prefix: bool = False
     has_grid_positions: bool = False  # True if tokens have a time, row and column from ``get_rope_index`` (M-RoPE)
     others: tuple[str, ...] = ()  # further inputs
     features: Callable[..., Any] | None = None

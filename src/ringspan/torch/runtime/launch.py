@@ -45,9 +45,8 @@ from ringspan.torch.runtime.forks import (
 
 _RENDEZVOUS_BYTES: Final = 1 << 20
 _STOP: Final = "stop"
-MOST_RANKS: Final = (
-    1024  # more processes than this on one machine is a slip of the keyboard
-)
+# more processes than this on one machine is a slip of the keyboard
+MOST_RANKS: Final = 1024
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
 _NOTICE_SECONDS: Final = 30.0  # time for elastic to notice a killed rank
 _WAIT_SECONDS: Final = 10.0  # silent wait for the other ranks of a job

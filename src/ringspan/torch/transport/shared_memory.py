@@ -19,9 +19,8 @@ from ringspan.torch.transport.collectives import gather
 
 MAX_RANKS: Final = 64  # most ranks of a group that shares memory: each has a byte before a slot's message
 
-_LINE: Final = (
-    64  # bytes before a message: a mark for each rank, in a cache line of their own
-)
+# bytes before a message: a mark for each rank, in a cache line of their own
+_LINE: Final = 64
 _NO_MARKS: Final = bytes(_LINE)
 _PAGE: Final = mmap.PAGESIZE
 _WORD: Final = 8  # bytes

@@ -152,9 +152,8 @@ def settle_packed(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = (
-                False  # in evaluation it packs weights again, in place
-            )
+            # in evaluation it packs weights again, in place
+            module.support_avx512bf16_for_cpu = False
         state: Any = getattr(module, "state", None)
         if type(state).__name__ == "MatmulLtState" and state.SCB is not None:
             # A weight that is split is rebuilt with its scales anyway.

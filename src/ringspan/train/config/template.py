@@ -12,9 +12,8 @@ from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig
 
 _WIDTH: Final = 100
-_BEGUN: Final = (
-    "model.path"  # written although it has a default, since most runs need it
-)
+# written although it has a default, since most runs need it
+_BEGUN: Final = "model.path"
 _HEAD: Final = """\
 A training run of ringspan: set model.path and data.paths, then `ringspan train {name} --nproc 8`.
 

@@ -30,9 +30,8 @@ NOT_UTF8: Final = object()  # in place of a row
 @dataclass(frozen=True, kw_only=True)
 class DocumentScan:
     documents: Dataset  # one column, "text"; one row per document
-    num_undecodable: (
-        int  # files and .jsonl lines that are not UTF-8, and rows with null text
-    )
+    # files and .jsonl lines that are not UTF-8, and rows with null text
+    num_undecodable: int
     num_empty: int  # files and rows with only white space
     files: dict[str, tuple[int, int]]  # local files -> (size, modification time)
 

@@ -186,6 +186,5 @@ class TrainResult:
     loss: float
     eval_loss: float | None
     facts: dict[str, Any] = field(default_factory=dict)
-    stopped_by: str | None = (
-        None  # the signal that ended the run early; starting it again resumes it
-    )
+    # the signal that ended the run early; starting it again resumes it
+    stopped_by: str | None = None

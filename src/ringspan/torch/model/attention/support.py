@@ -124,9 +124,8 @@ def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
     )
     config._attn_implementation = _TRIAL
     if before[1] is not None:
-        config._experts_implementation = (
-            "eager"  # a grouped product takes no weights without memory
-        )
+        # a grouped product takes no weights without memory
+        config._experts_implementation = "eager"
     try:
         yield asking
     finally:
