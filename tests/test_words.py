@@ -1,11 +1,14 @@
 """Words of the source: terms of the field, docstrings without habits of translation, errors with a remedy."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 from ringspan.core import errors
+from tests.docs.pages import pages
 
 SOURCE = Path(__file__).parents[1] / "src"
 # As words and as parts of identifiers: `_MAILBOX`, `next_parcel`, `OldMailbox` (taken apart before the search).
@@ -50,6 +53,23 @@ HABITS = {
     r"\bma(k|d)es? of\b": (2, "the result of"),
     r"\bgo(es)? on\b": (1, "continue"),
 }
+# Habits of comments, of messages and of pages, likewise: a pattern, its counts in the three, and what to write.
+OF_PROSE = {
+    r"\A(?i:(of|by|in|from|for|to|with|at) (which|what|whom|whose|that|those)|whose|which|whom|of|by)\b": (
+        (0, 0, 0),
+        "a whole sentence, not the tail of another",
+    ),
+    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (
+        (0, 0, 0),
+        "two sentences",
+    ),
+    r"\b(is|are|was) no (?!longer)[a-z]": ((0, 0, 0), "is not a"),
+    r"\bwhere (there|it|they|that|a|one|no|nothing)\b": ((0, 0, 0), "if, when"),
+    r"\b\w+ alone\b": ((0, 0, 0), "only"),
+    r"\banew\b": ((0, 0, 0), "again"),
+    r";[^;]*;": ((0, 0, 0), "two sentences"),
+}
+PRAGMAS = ("fmt:", "type:", "noqa", "pyright:", "pragma")
 LONGEST_NAME = 60  # characters of a test's name
 OURS = {
     name
@@ -89,6 +109,61 @@ def test_habits_of_translation_only_become_fewer():
         )
 
 
+def comments() -> list[str]:
+    """The comments of the source, a block of lines as one."""
+    found: list[str] = []
+    for file in SOURCE.rglob("*.py"):
+        before = -1
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+            text = token.string.lstrip("# ")
+            if token.type != tokenize.COMMENT or text.startswith(PRAGMAS):
+                continue
+            starts_line = token.line[: token.start[1]].strip() == ""
+            if starts_line and before == token.start[0] - 1:
+                found[-1] += f" {text}"
+            else:
+                found.append(text)
+            before = token.start[0] if starts_line else -1
+    return found
+
+
+def messages() -> list[str]:
+    calls = [node for node in nodes(SOURCE) if isinstance(node, ast.Call) and node.args]
+    return [
+        said(node.args[0]) for node in calls if getattr(node.func, "id", "") in OURS
+    ]
+
+
+def sentences() -> list[str]:
+    """The lines of the pages outside of blocks of code and tables."""
+    found: list[str] = []
+    for page in pages():
+        text = re.sub(
+            r"(?ms)^(`{3,}|:{3,}).*?^\1$", "", page.read_text(encoding="utf-8")
+        )
+        text = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+        text = re.sub(r"`[^`\n]*`", "code", text)
+        found += [" ".join(each.split()) for each in re.split(r"(?<=[.:!?])\s", text)]
+    return found
+
+
+def test_comments_messages_and_pages_have_fewer_habits():
+    prose = comments(), messages(), sentences()
+    counts = {
+        pattern: tuple(
+            sum(len(re.findall(pattern, each)) for each in texts) for texts in prose
+        )
+        for pattern in OF_PROSE
+    }
+    for pattern, (ceilings, remedy) in OF_PROSE.items():
+        for what, count, ceiling in zip(
+            ("comments", "messages", "pages"), counts[pattern], ceilings, strict=True
+        ):
+            assert ceiling - 3 <= count <= ceiling, (
+                f"{what}, {pattern!r}: {count} of {ceiling}; write {remedy}, or lower the ceiling"
+            )
+
+
 def test_names_of_tests_are_short():
     names = [
         node.name
@@ -114,14 +189,9 @@ def said(message: ast.AST) -> str:
 
 
 def test_every_error_of_ours_says_what_to_do():
-    calls = [node for node in nodes(SOURCE) if isinstance(node, ast.Call) and node.args]
-    messages = [
-        said(node.args[0]) for node in calls if getattr(node.func, "id", "") in OURS
-    ]
-    assert (
-        len(messages) > 700
-        and [message for message in messages if not REMEDY.search(message)] == []
-    )
+    found = messages()
+    assert len(found) > 700
+    assert [message for message in found if not REMEDY.search(message)] == []
     assert [
         bool(REMEDY.search(said(ast.parse(text))))
         for text in ('f"{x} is odd"', 'f"{x}; use 2"')
