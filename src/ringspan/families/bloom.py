@@ -53,10 +53,16 @@ class _Falcon(InlineAttention):
     )
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
+        """Return the attention output (B, T, C) and no weights, as ``FalconAttention.forward`` does.
+
+        With ALiBi the scores are ``(q k + slope * position) * scale``, so the slopes are scaled too. Only that branch
+        has dropout, and only the rotary branch extends a cache.
+        """
         hidden = given["hidden_states"]
         made = self._split_heads(self.query_key_value(hidden))
         q, k, v = (x.transpose(1, 2) for x in made)
-        if self.new_decoder_architecture:  # repeated for each query head
+        # ``_split_heads`` repeats each key/value head for the query heads that share it; the ring needs one copy.
+        if self.new_decoder_architecture:
             groups = self.num_heads // self.num_kv_heads
             k, v = k[:, ::groups], v[:, ::groups]
         options: dict[str, Any] = {}

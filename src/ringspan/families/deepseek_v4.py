@@ -64,7 +64,8 @@ def _layer_masks(config: Any) -> list[LayerMask]:
 class Compressor(Mixin):
     """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
 
-    rests_on_replicas = True  # where all documents of one are too short for an entry
+    # A replica whose documents are all too short for an entry has no gradient for these weights.
+    rests_on_replicas = True
 
     @property
     def key_numbers(self: Any) -> float:
@@ -80,12 +81,18 @@ class Compressor(Mixin):
         cache: Any,
         layer_idx: int,
     ) -> tuple[Tensor, Choice]:
+        """Return no pooled keys (B, 1, 0, D), and a choice that holds the entries and what each query attends to.
+
+        transformers appends the first to the layer's keys and builds a mask from the second. Here the keys stay as they
+        are, and the choice reaches the attention function in place of the mask. An entry pools ``compress_rate``
+        tokens; in layers with an index it also pools the ``compress_rate`` tokens before them, and the index chooses
+        entries.
+        """
         index: Any = getattr(self, "indexer", None)
         size: int = self.compress_rate
         nothing = hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim)
-        if (
-            none := everything(hidden_states, size - 1)
-        ) is not None:  # no entries, so that no weight has a gradient
+        # Documents shorter than a window have no entries, and the weights of this module get no gradient.
+        if (none := everything(hidden_states, size - 1)) is not None:
             rows = zip(rows_now(hidden_states.device), none.chosen, strict=True)
             return nothing, Entries(
                 [(part, row, nothing[part, 0], chosen) for (part, row), chosen in rows]
@@ -151,6 +158,13 @@ def _asked(
 def _pooled(
     module: Any, kv: Tensor, gate: Tensor, windows: Windows, first: Tensor
 ) -> Tensor:
+    """Return the entries (B, W, D) of W windows: gated means of their tokens, normalised, turned to position ``first``.
+
+        entry = norm(sum_t softmax_t(gate_t + bias_t) * kv_t)     for each channel
+
+    A window of two blocks overlaps its neighbour: the first half of the channels is pooled from the earlier block, the
+    second half from the later one. Columns below 0 lie before the document and get no weight.
+    """
     size = windows.size
     gate = gate.unflatten(2, (-1, size)) + module.position_bias
     kv, is_there = (
@@ -205,6 +219,11 @@ class Entries(Choice):
         qkv: tuple[Tensor, Tensor, Tensor],
         asked: Asked | AskedOfCache,
     ) -> Tensor:
+        """Return attention (B, T, H, D) of each query to its sliding window and its chosen entries, in one softmax.
+
+        The keys of a row are its window's tokens, fetched from other ranks, followed by the entries, so that the
+        columns of chosen entries are shifted by the number of tokens; -1 stays -1.
+        """
         q, k = in_autocast(*qkv[:2])
         outs: list[Any] = []
         for part, row, entries, chosen in self.rows:
@@ -234,6 +253,10 @@ class CachedEntries(Choice):
         qkv: tuple[Tensor, Tensor, Tensor],
         asked: Asked | AskedOfCache,
     ) -> Tensor:
+        """Return attention (B, T, H, D) of new tokens to their sliding window and their chosen entries in the cache.
+
+        Every rank holds some tokens and some entries; the results of all ranks are combined in one softmax.
+        """
         assert isinstance(asked, AskedOfCache), "there is a cache"
         size, entries, columns = qkv[0].shape[-1], [], []
         for each in self.held:
@@ -245,7 +268,7 @@ class CachedEntries(Choice):
             else:
                 keys = each.entries[..., -self.index.q.shape[-1] :]
                 found = best_entries(self.index, each._replace(entries=keys))
-            # at least one, as the columns
+            # A rank may hold no entry: one row and one column of padding keep both from being empty.
             entries.append(pad(each.entries[..., :size], (0, 0, 0, 1)))
             columns.append(pad(_of_rank(found, each, asked.turn), (0, 1), value=-1))
         q, k, v = in_autocast(*qkv)

@@ -32,7 +32,12 @@ class GatedPools(Mixin):
     def forward(
         self: Any, hidden_states: Tensor, q_resid: Tensor, **named: Any
     ) -> Choice:
-        # With the tail, which is attended to as well.
+        """Return the choice of each query (B, T): its best ``index_topk // index_kpool`` pools, and the tail.
+
+        A pool's key is a mean of its ``index_kpool`` keys, weighted for each channel by softmax(gate + bias) over the
+        pool. The tail are the tokens after the last complete pool, which a query always attends to.
+        """
+        # Queries also attend to the tail, at most one token less than a pool.
         if (
             all_ := everything(hidden_states, self.index_topk + self.index_kpool - 1)
         ) is not None:

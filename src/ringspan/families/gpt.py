@@ -21,6 +21,10 @@ class _Method(OwnAttention):
         value: Tensor,
         attention_mask: object = None,
     ) -> tuple[Tensor, None]:
+        """Return attention (B, H, T, D) over the ring in place of the module's products and softmax, and no weights.
+
+        The four models name their scale and dropout differently; only GPT-Neo has ``attention_type``.
+        """
         divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)
         dropout = getattr(self, "attn_dropout", None) or self.attention_dropout
         options: dict[str, Any] = {}

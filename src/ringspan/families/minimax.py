@@ -32,6 +32,12 @@ class _Lightning(OwnState):
     def forward(
         self: Any, hidden_states: Tensor, *args: object, **kwargs: object
     ) -> object:
+        """Return lightning attention of tokens (B, T, C), with the state passed from rank to rank; no weights.
+
+            S_t = exp(-slope) S_(t-1) + k_t^T v_t,   o_t = q_t S_t     for each head
+
+        Outside a pass over a ring it calls the module's own forward.
+        """
         sequences = current_pass()
         if sequences is None:
             return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -46,6 +46,10 @@ class BlockIndex(Mixin):
         cache: Any,
         _: object,
     ) -> Choice:
+        """Return the ``topk_blocks`` blocks of ``block_size`` keys that each query's key/value head attends to.
+
+        A block scores as its best key. Queries are local, and blocks are chosen among the keys of all ranks.
+        """
         if (
             all_ := everything(hidden_states, self.topk_blocks * self.block_size)
         ) is not None:

@@ -40,7 +40,12 @@ class PooledIndex(Mixin):
         _: object,
         cache: Any,
     ) -> Choice:
-        # The tail, of a token less than a pool, is attended to as well.
+        """Return the choice of each query (B, T): the best ``block_topk`` pools of its keys, and the tail.
+
+        A pool has ``compress_ratio`` keys; its own key is their mean, normalised and rotated by the position of its
+        first token.
+        """
+        # Queries also attend to the tail, at most one token less than a pool.
         if (
             all_ := everything(
                 hidden_states, (self.block_topk + 1) * self.compress_ratio - 1
@@ -118,6 +123,10 @@ class DilatedConvolution(Mixin):
     """Qwen4-exp's convolution of each channel over every third token, say, of a document."""
 
     def _short_conv(self: Any, hidden_states: Tensor, cache: Any) -> Tensor:
+        """Return SiLU of a causal depthwise convolution (B, T, C) within each document.
+
+        y_t = silu(sum_i w_i x_(t - (K - 1 - i) * dilation))     K taps, x is 0 before the document
+        """
         taps, step = self.conv1d.weight[:, 0].T, self.conv1d.dilation[0]
         reach = (len(taps) - 1) * step + 1
         outs: list[Tensor] = []
