@@ -62,15 +62,15 @@ class CacheCost(NamedTuple):
 class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
-    # told the length of the cache after each chunk
+    # Called with the length of the cache after each chunk.
     ring_on_read: Callable[[int], None] | None = None
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> Any:
         """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
-            # in which FSDP would gather weights that no later pass can differentiate
             return super().__call__(*args, **kwargs)
+        # Weights that FSDP gathers in inference mode could not be differentiated in a later pass.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
@@ -198,7 +198,8 @@ class RingGenerator(RingCausalLM):
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]
         with in_call("generating"):
             arguments = agreed_options(self, plain, args, kwargs, weights)
-        if self.ring_is_generating:  # an assistant, or a processor that asks the model
+        # An assistant model or a logits processor calls generate inside of generate.
+        if self.ring_is_generating:
             return plain(**arguments)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
@@ -220,7 +221,7 @@ class RingGenerator(RingCausalLM):
                 preparing(self.ring_mesh, "generate", between_replicas=False)
             )
             made = plain(**arguments)
-            # the last, of which no pass tells
+            # Each pass compares the tokens chosen before it; no pass follows the last token.
             facts = {"chosen tokens": described(getattr(made, "sequences", made))}
             check_call(
                 self.ring_mesh,

@@ -33,7 +33,7 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.transport.digest import described
 
-# of which ranks compare the text
+# Types of arguments that ranks compare as text.
 _PLAIN: Final = (
     bool,
     int,
@@ -90,7 +90,7 @@ def agreed_options(
             {**texts, **tensors},
         )
     config = arguments.get("generation_config") or model.generation_config
-    # replicas gather no weights from each other
+    # Replicas gather no weights from each other, so one may end before the others.
     arguments.setdefault("synced_gpus", False)
     if (seconds := _asked(config, arguments, "max_time")) is not None:
         arguments["max_time"] = None
@@ -110,10 +110,11 @@ def agreed_options(
     if (
         cache := arguments.get("past_key_values")
     ) is not None and not model.ring_is_generating:
-        cache.records_past = False  # an earlier call may have ended while it did
+        # An earlier call may have failed while it was recording.
+        cache.records_past = False
         inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
         new = _num_new_tokens(config, arguments, inputs.shape[1])
-        # it may end earlier
+        # Generation may end before ``new`` tokens, so no more than a chunk is reserved for them.
         cache.reserve(
             max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS)
         )
@@ -135,7 +136,7 @@ def agreed_options(
                 model, cache, inputs, mask, media
             )
     if OURS in arguments:
-        # whose class asks for another name
+        # The installed transformers, and Mamba's classes, may expect the cache under another name.
         cache = arguments[OF_GENERATE] = arguments.pop(OURS)
         if OF_GENERATE == OURS and cache_name(decoder_on_ring(model)) == "cache_params":
             arguments["cache_params"] = cache
@@ -174,6 +175,10 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
 def _refuse_options(
     model: RingModel, config: GenerationConfig, arguments: dict[str, Any]
 ) -> None:
+    """Raise UnsupportedError for arguments of ``generate`` that a ring does not honour.
+
+    It also replaces pixel values in ``arguments`` by the images of the tokens that the cache does not hold yet.
+    """
     cache = arguments.get("past_key_values")
     check_cache(cache)
     if cache is not None and cache.shares.ranks != model.ring_axis.size():
@@ -236,8 +241,8 @@ def _refuse_options(
 
 def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
     """Replace pixels by uncached tokens' images: transformers would repeat pixels row by row for beams."""
+    # A call inside of generate gets arguments whose pixels the outer call has replaced.
     if model.ring_media is None or model.ring_is_generating:
-        # by an earlier call, of this one's
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):
         return
@@ -270,8 +275,8 @@ def _num_new_tokens(
 
 
 def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
-    """Raise UnsupportedError for a text that does not continue the cache, where transformers would not."""
-    # A mask longer than the text covers the cached tokens: the text is then the continuation.
+    """Raise UnsupportedError for a text that does not continue the cache; transformers would not notice."""
+    # A mask longer than the text covers the cached tokens as well: the text is only the continuation.
     length = cache.shares.length
     if not length:
         return

@@ -43,7 +43,7 @@ from ringspan.torch.multimodal.towers import PromptImages
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
 
-# What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
+# Arguments that transformers' ``generate`` passes on to each forward pass, and no model uses.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
 
 
@@ -99,12 +99,12 @@ def agreed_pass(
                 "return_dict=False is not supported on a ring; it must be True"
             )
         _check_pass(model, asked)
-        # of one prompt, so that the ranks have chosen them
         facts: dict[str, Any] = {
             name: described(value) if isinstance(value, Tensor) else str(value)
             for name, value in asked._asdict().items()
             if name != "media"
         }
+        # Ranks generate from one prompt, so tokens that differ were sampled differently: the error should say so.
         if model.ring_is_generating:
             facts["chosen tokens"] = facts.pop("input_ids")
         facts["images"] = None if asked.media is None else asked.media.digest
@@ -125,6 +125,11 @@ def agreed_pass(
 
 
 def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media | None:
+    """Take images and sound out of a pass's arguments and return the new tokens', checked; None if there are none.
+
+    While a model generates, the prompt's have been prepared before and come as ``Media``. Otherwise ``given`` has pixel
+    values and token types; token types may cover the cached text too, and are cut to the new tokens.
+    """
     if model.ring_media is None:
         return None
     inputs = {
@@ -143,7 +148,7 @@ def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media |
     )
     if not isinstance(ids, Tensor) or not any(name in inputs for name in wanted):
         return None
-    for name in set(TOKEN_TYPES) & set(inputs):  # of the whole text
+    for name in set(TOKEN_TYPES) & set(inputs):
         inputs[name] = inputs[name][:, -ids.shape[1] :]
     real = {} if mask is None else {"attention_mask": mask[:, -ids.shape[1] :]}
     media = media_of({"input_ids": ids, **real, **inputs})
@@ -164,6 +169,7 @@ def _of_prompt(media: Media, ids: object) -> Media:
 
 
 def _check_pass(model: RingModel, asked: CachePass) -> None:
+    """Raise UnsupportedError for arguments of a pass over a cache that a ring does not honour."""
     ids, mask, positions, cache, use_cache, keep, _ = asked
     if torch.is_grad_enabled() and not model.ring_is_generating:
         raise UnsupportedError(
@@ -185,11 +191,11 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
         )
     length = ids.shape[1] + (0 if cache is None else cache.shares.length)
     if mask is not None and tuple(mask.shape) != (len(ids), length):
-        # generate has looked at it, once
         raise UnsupportedError(
             f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
             f"included, it must be {(len(ids), length)}"
         )
+    # ``generate`` checks the mask once for all of its passes.
     if mask is not None and not model.ring_is_generating:
         marked_tokens(mask)
     if mask is not None and model.ring_stateful and not bool(mask.all()):
@@ -225,7 +231,8 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = (
         asked
     )
-    if cache is None:  # a processor asks, while the model generates
+    # A logits processor may call the model without a cache while it generates.
+    if cache is None:
         cache = model.new_cache()
         cache.read_by(reader_of(model))
     device = next(iter(model.get_input_embeddings().parameters())).device
@@ -235,7 +242,7 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
         real = real_runs(attention_mask)
     if position_ids is None:
         decoder = decoder_on_ring(model)
-        # As transformers' forward counts, which differs from its ``generate`` where more than distances matter.
+        # Like transformers' forward, which numbers padding too in models with learned positions; ``generate`` skips it.
         skips = (
             rotates(text_config(model.config))
             or has_grid_positions(model)
@@ -245,7 +252,7 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
             model, cache, len(ids), count, attention_mask if skips else None, media
         )
         position_ids = position_ids + first_position(decoder)
-    # with a time, row and column
+    # With images, positions have a time, row and column too: (4, B, n).
     position_ids = position_ids.to(device).expand(
         *position_ids.shape[:-2], len(ids), -1
     )
@@ -271,7 +278,8 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     logits = finished_logits(
         head_of(model)(torch.cat(last, 1)), options.logit_scale, options.softcap
     ).contiguous()
-    if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
+    # Sampling needs the same bits on every rank, and different processors may round differently.
+    if cache.shares.ranks > 1:
         dist.broadcast(logits, group_src=0, group=model.ring_axis.get_group())
     found: dict[str, Any] = {
         "logits": logits,
@@ -296,6 +304,12 @@ def _turn(
     model: RingModel, cache: RingCache, ids: Tensor, positions: Tensor, part: slice, real: tuple[Runs, ...] | None,
     wanted: int, images: PromptImages | None,
 ) -> Tensor:  # fmt: skip
+    """Run one chunk of new tokens over the cache; return its last ``wanted`` hidden states (B, wanted, C) on all ranks.
+
+    ``part``: the chunk's tokens among the new ones. ``real``: each row's runs of real tokens, None without padding. A
+    long chunk is split over the ranks, and the wanted states are summed from their owners. A few tokens are computed on
+    every rank, and each keeps the keys of its share.
+    """
     ring, decoder = model.ring_axis, decoder_on_ring(model)
     start, count, columns = (
         cache.shares.length,
@@ -305,7 +319,7 @@ def _turn(
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
     if _has_pools(model):
-        # of windows that pool tokens, whatever a layer keeps of them
+        # Windows of pooled tokens are counted from the start, whatever the layer still holds.
         firsts[CAUSAL] = 0
     new = cache.add(count, is_split=splits)
     reaches = {

@@ -18,8 +18,10 @@ def new_positions(
     mask: Tensor | None,
     media: Media | None,
 ) -> Tensor:
-    """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too."""
-    # ``rows`` is a multiple of the cache's; ``mask`` are real tokens among all (B, L); ``media`` are the new tokens'.
+    """Return the positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too.
+
+    ``rows``: B, a multiple of the cache's. ``mask``: real tokens among all (B, L). ``media``: the new tokens'.
+    """
     before = cache.shares.length
     text = torch.arange(before, before + count)[None]
     reached: int | Tensor = before
@@ -37,7 +39,12 @@ def new_positions(
 
 
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
-    # Text after an image or video begins after its last row and column, however long a video is.
+    """Return the shift of each new token (B, n): the position after it, less the number of tokens up to it.
+
+    Text tokens have a shift of 0; an image's many tokens take few positions, so the text after it has a negative one.
+    ``mask``: real tokens among all (B, L). Padding counts for nothing and keeps the shift of the last real token.
+    """
+    # The text after an image or video starts after its last row or column, however long the video is.
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
     if mask is None:
@@ -45,13 +52,13 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
             cache.shares.length + 1, cache.shares.length + count + 1
         )
     new = mask[:, -count:].cpu().long()
-    # summed where the mask is: a whole text is long
+    # The sum runs on the mask's device; only its result is copied to the CPU.
     before = mask[:, :-count].sum(-1, keepdim=True).cpu()
     shifts = torch.cat(
         (cache.last_shifts(rows), reached - (before + new.cumsum(-1))), 1
     )
     last_real = (torch.arange(1, count + 1) * (new != 0)).cummax(1).values
-    return shifts.gather(1, last_real)  # with padding, it comes no further
+    return shifts.gather(1, last_real)
 
 
 def whole_positions(

@@ -18,7 +18,8 @@ from ringspan.core.names import WEIGHTS_NAMES
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import kept_whole
 
-_SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
+# Share of the free memory that whole weights may take; a chunk's activations need the rest.
+_SPARE: Final = 0.9
 
 _log: Final = logging.getLogger(__name__)
 

@@ -33,6 +33,12 @@ class RingCache(Cache):
         dtype: str | None = None,
         states: Sequence[int] = (),
     ) -> None:
+        """Create the empty cache of one rank.
+
+        ``kinds``: each layer's mask, None if it keeps no keys and values. ``ranks``, ``rank``: the ring's size and this
+        rank in it. ``dtype``: of quantised keys and values, None to keep them as the model computes them. ``states``:
+        the number of states of each layer, 0 without.
+        """
         check_dtype(dtype)
         self.dtype: Final = dtype
         self.shares = Shares(ranks)
@@ -135,8 +141,8 @@ class RingCache(Cache):
             )
         self.reader = reader
 
-    # noted last of all, when every layer has read them
     def check_complete(self) -> None:
+        # A pass notes its tokens at its end, after every layer has read them.
         if self._ids.count != self.shares.length:
             behind = ", ".join(map(str, self.behind)) or (
                 "with a state" if self.stateful else ""
@@ -217,7 +223,7 @@ class RingCache(Cache):
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
                 "activate_past_recording() before"
             )
-        # How many rows go is this rank's own affair: the tokens taken back may be anybody's.
+        # The tokens taken back may be held by any rank, so each rank removes a different number of rows.
         before = self.shares.counts()[self.rank]
         self._ids.cut(0, length - new)
         self.shares.crop(new)
@@ -299,11 +305,12 @@ class RingLayer(Rearranged, CacheLayerMixin):
             new_rows(self._cache.dtype),
             new_rows(self._cache.dtype),
         )
-        """Keys, values, and of an index its keys, in their own dtype: rounded ones would choose others."""
+        """Keys, values, and the keys of an index; the last are never quantised, since rounding changes the choice."""
         self.kept.clear()
         self._reserved = 0
-        self.length = 0  # of the whole sequence, as this layer has seen it
-        self.first = 0  # the first position that is still held somewhere
+        # The tokens of the whole sequence that this layer has read, and the first position that any rank still holds.
+        self.length = 0
+        self.first = 0
         self.is_initialized = False
         self.keys = self.values = None
 
@@ -327,7 +334,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
             for pair in zip(self.rows, (key_states, value_states), strict=False)
         )
         self.length = turn.new.length
-        # Behind the share that is returned: this pass's first queries still see what its last ones no longer do.
+        # The share returned above still has these rows: this pass's first queries see keys that its last ones do not.
         if not self._cache.records_past:
             self.forget()
         self._show()
@@ -372,7 +379,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
         return self._cache.shares.counts(first)[self._cache.rank]
 
     def _cut(self, first: int, last: int) -> None:
-        # of an index alone, in a layer without own keys, or of none
+        # A layer without keys of its own may hold an index's keys only, or nothing.
         for rows in self.rows:
             if held := rows.count:
                 rows.cut(first, min(last, held))
@@ -391,7 +398,8 @@ class RingLayer(Rearranged, CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.kind is None or self.kind.window is None else self.kind.window
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.2x
+    # Earlier releases of transformers call it by this name.
+    get_max_cache_shape = get_max_length
 
     crop = refusing(
         "layers of a RingCache are cropped together; call crop of the cache"
@@ -408,7 +416,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
 def _added(rows: Rows | QuantisedRows, new: Tensor, turn: Turn) -> Tensor:
     """Add this rank's part of the new tokens; return all of its rows, or one of padding (``Shares.held``)."""
-    # A prompt's tokens come split already; a few new ones come to every rank, which picks those it is to keep.
+    # A prompt is split before it reaches the layers. A few new tokens come to every rank, which picks its own.
     rows.append(new if turn.is_split else new.index_select(2, turn.kept.to(new.device)))
     return rows.tensor if rows.count else new[:, :, :1]
 
@@ -417,7 +425,8 @@ class RingStateLayer(StateLayer, RingLayer):
     """Layer with a state in addition to its attention (Falcon-H1)."""
 
     def __init__(self, cache: RingCache, kind: LayerMask, states: int) -> None:
-        self.number_of_states = states  # which its reset asks for
+        # ``reset``, which ``RingLayer.__init__`` calls, needs the number.
+        self.number_of_states = states
         RingLayer.__init__(self, cache, kind)
 
     def reset(self) -> None:

@@ -20,9 +20,12 @@ from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.weights.deferred import is_first_copy
 
-_BITS: Final = 40  # of each sum: added up over any number of ranks, they stay within 63
-_PART: Final = 1 << 22  # numbers at a time
-_SAMPLED: Final = 16  # numbers of each tensor at most
+# Bits kept of each sum, so that the total over any number of ranks fits in 63.
+_BITS: Final = 40
+# Numbers that are summed at a time.
+_PART: Final = 1 << 22
+# Numbers that are sampled from each tensor, at most.
+_SAMPLED: Final = 16
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,6 +94,10 @@ def _adapter(values: Mapping[str, Any]) -> str:
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
+    """Return the bytes of at most 16 numbers of each tensor, evenly spaced along its first dimension.
+
+    Samples of one dtype and device are joined first: one copy to the CPU serves them all.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if x.numel():
@@ -128,6 +135,11 @@ def weights_digest(model: RingModel) -> str:
 
 @torch.no_grad()
 def digest_of(parameters: Sequence[Tensor], mesh: DeviceMesh) -> str:
+    """Return the SHA-256 of each parameter's dtype, shape and two sums over its bits; all ranks of the mesh call it.
+
+    Each rank sums the part that only it holds, and the sums are added over the mesh: any split of the same weights
+    gives the same digest.
+    """
     sums = torch.tensor(
         [_sums(parameter, mesh) for parameter in parameters],
         dtype=torch.int64,
@@ -151,7 +163,7 @@ def _digest(facts: object) -> str:
 def _sums(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     """Compute two sums over the bits that only this rank has of a parameter; zeros for copies."""
     is_split = isinstance(parameter, DTensor)
-    # A mesh of fewer axes than the model's: along the others, all ranks have the same.
+    # Along the mesh axes that a parameter is not split over, every rank has the same copy; the first one counts.
     names = (parameter.device_mesh.mesh_dim_names or ()) if is_split else ()
     others = (
         mesh.get_local_rank(axis)

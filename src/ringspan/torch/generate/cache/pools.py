@@ -123,5 +123,6 @@ def last_inputs(x: Tensor, count: int | None, turn: Turn) -> Tensor:
     kept = turn.kept.to(x.device)
     here = kept >= first
     last[..., kept[here] - first] = x[..., here]
-    dist.all_reduce(last, group=turn.group)  # each input is of one rank
+    # One rank has each input and the others zeros, so the sum is a gather.
+    dist.all_reduce(last, group=turn.group)
     return last

@@ -35,7 +35,7 @@ def check_dtype(dtype: object) -> None:
 class QuantisedRows:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        # two codes of four bits share a byte
+        # Two codes of four bits share a byte.
         self._rows_per_block = BLOCK // 2 if dtype == "int4" else BLOCK
         self._codes, self._scales, self._tail = Rows(), Rows(), Rows()
         self._skipped = 0  # tokens of the first block that were dropped
@@ -76,6 +76,11 @@ class QuantisedRows:
             self._tail.cut(full * BLOCK, 0)
 
     def cut(self, first: int, last: int) -> None:
+        """Remove the ``first`` oldest and the ``last`` newest rows.
+
+        At the end, a block that is cut in part is decoded into the tail. At the start, only whole blocks are freed; the
+        removed rows of the next block stay in memory and are skipped when it is read.
+        """
         if last > self._tail.count:
             self._reopen(-(-(last - self._tail.count) // BLOCK))
         self._tail.cut(0, last)

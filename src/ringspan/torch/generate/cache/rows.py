@@ -6,12 +6,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_ROOM_TOKENS: Final = 64  # kept free when rows are copied to a larger place, so that not every new token copies all
+# Rows kept free after a copy to larger memory, so that the next tokens do not copy everything again.
+_ROOM_TOKENS: Final = 64
 
 
 class Rows:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._held_as = dtype  # that of what is added when None
+        # The dtype in memory; None keeps the dtype of what is added.
+        self._held_as = dtype
         self._dtype = dtype
         self._place: Tensor | None = None
         self._first = self._end = 0
@@ -49,8 +51,8 @@ class Rows:
 
     def cut(self, first: int, last: int) -> None:
         self._first += first
-        # the larger part is waste
         self._end -= last
+        # The rows are copied once the freed ones before them take up more memory.
         if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):
             kept = self.stored
             self._place, self._first, self._end = (

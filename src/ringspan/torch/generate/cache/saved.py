@@ -182,6 +182,11 @@ def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
 
 
 def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
+    """Return what all ranks must agree on to save a cache: the model, the folder's name and the tokens.
+
+    UnsupportedError for a cache that is not this model's, is empty or incomplete, was read by other weights, or holds
+    more than keys and values; CheckpointError for a folder that exists or cannot be written.
+    """
     if not isinstance(cache, RingCache):
         raise UnsupportedError(
             f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()"
@@ -240,6 +245,10 @@ def _make(scratch: Path) -> None:
 
 
 def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
+    """Write this rank's rows of every layer into one file, file 0 with the tokens too; return its manifest entry.
+
+    ``number``: of the file, ring rank * tp + tp rank.
+    """
     path = folder / f"rank_{number:05d}.safetensors"
     tensors = {
         f"{index}.{part}": rows.tensor.cpu().contiguous()
@@ -284,6 +293,11 @@ def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
 def _check(
     model: RingModel, folder: Path, manifests: list[SavedCache]
 ) -> dict[str, Any]:
+    """Append the folder's manifest to ``manifests``; return what all ranks must agree on to load it.
+
+    CheckpointError if the cache is of another model or config, or if a file is damaged. Hashing the files is shared
+    out: of N ranks, rank r checks files r, r + N, ...
+    """
     path = folder / MANIFEST
     values = read_signed(path, "not a cache that was saved to its end: save it again")
     try:
@@ -317,6 +331,11 @@ def _check(
 
 
 def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -> None:
+    """Read this rank's tokens and heads from the files into the cache's layers.
+
+    Tokens are split for this ring, whichever ring saved them, so that a rank reads parts of several files. A text too
+    short for every rank to have its chunks is dealt out in blocks, as new tokens are.
+    """
     ranks, tp = cache.shares.ranks, _axis(model.ring_mesh, "tp")
     cache.read_by(reader_of(model))
     if saved.length >= 2 * ranks:
@@ -373,6 +392,11 @@ def _gathered(
     held: Runs,
     heads: slice,
 ) -> Tensor:
+    """Return this rank's rows (B, G, M, D) of a layer's keys, values or index keys, put together from all files.
+
+    ``which``: the layer's number and the part's name. ``held``: runs (start, count) of this rank's tokens, counted from
+    the layer's first. ``heads``: this rank's, among the whole model's. CheckpointError if the files lack any of them.
+    """
     name, (size, dtype) = f"{which[0]}.{which[1]}", entry.parts[which[1]]
     num_tokens = sum(count for _, count in held)
     result = torch.empty(
