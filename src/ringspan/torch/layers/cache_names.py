@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ringspan.torch.layers.modules import forward_of
 
 OURS: Final = "past_key_values"
-# of transformers from 5.24 on; of Mamba before
+# transformers says "cache" from 5.24 on; Mamba's classes said "cache_params" before.
 _OTHERS: Final = (
     "cache",
     "cache_params",

@@ -54,7 +54,7 @@ def compile_layers(
         if isinstance(number, int) and number < len(kinds):
             module.ring_kind = kinds[number]  # pyright: ignore[reportArgumentType]
     for layer in layers:
-        # By the program itself: releases of transformers differ in whether it is outside of ``forward``.
+        # The compiled program checkpoints itself, because releases of transformers differ in whether ``forward`` does.
         is_checkpointed: Any = bool(getattr(layer, "gradient_checkpointing", False))
         layer.ring_is_checkpointed = is_checkpointed
         layer.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
@@ -72,10 +72,15 @@ def _checkpointed(layer: Any, *args: object, **kwargs: object) -> object:
 
 
 def _either(layer: nn.Module, backend: str) -> Callable[..., Any]:
+    """Return a layer's forward: the compiled program, or the layer's own code over a cache.
+
+    Packed batches run uncompiled until the layer has been seen to pass their documents on to attention.
+    """
     program: Callable[..., Any] = torch.compile(
         MethodType(_checkpointed, layer), backend=backend
     )
-    hands_on = False  # the documents of a packed batch to its attention, which a program cannot tell
+    # True once the layer has passed a packed batch's documents on to attention. A compiled program cannot record it.
+    hands_on = False
 
     def forward(*args: object, **kwargs: object) -> object:
         nonlocal hands_on

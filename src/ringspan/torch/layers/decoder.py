@@ -24,7 +24,7 @@ def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
     return [getattr(config, field, None)] * config.num_hidden_layers
 
 
-# Types of layers that carry a state over tokens, or convolve them; and those that treat each token by itself.
+# Types of layers that carry a state over tokens or convolve them, and types that compute each token separately.
 STATEFUL_LAYERS: Final = frozenset(
     {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 )
@@ -170,7 +170,8 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the decoder layers, units of checkpointing and gathering, by path; without nested ones (Zamba)."""
     found: dict[str, nn.Module] = {}
     inside = "."
-    for path, module in model.named_modules():  # a module comes before what it holds
+    # Modules come before those inside them, so a path that begins with the last one found is nested.
+    for path, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not path.startswith(
             inside
         ):
@@ -200,7 +201,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
         and isinstance(own := model.get_decoder(), PreTrainedModel)
         and own is not model
     ):
-        return decoder_of(own)  # the towers are beside a whole language model (Llama 4)
+        # The towers are next to a whole language model (Llama 4).
+        return decoder_of(own)
     return nested if isinstance(nested, PreTrainedModel) else inner
 
 

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.modules import mix_in
 
-# Numbers that exist at once in the wider dtype: gradients, as many partial sums inside of CUDA's kernel, and sums.
+# Numbers in the wider dtype at a time: gradients, an equal number of partial sums in CUDA's kernel, and sums.
 _NUMBERS: Final = 1 << 23
 
 
 def sum_embedding_gradients(model: PreTrainedModel) -> None:
     """Make every embedding sum its gradient by ``embedding_gradient``, in place, also inside an adapter."""
-    # An adapter looks up in its own forward, so the mode has to be around that.
+    # An adapter looks embeddings up in its own forward, so the mode must enclose that one.
     outermost: nn.Module | None = (
         model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     )
@@ -63,7 +63,7 @@ def embedding_gradient(
         if gradient.device.type == "cpu"
         else accumulation_dtype(gradient.dtype)
     )
-    # Each column is a sum of its own, so any cut along C gives the same bits.
+    # Columns are summed independently, so any split along C gives the same bits.
     columns = max(1, _NUMBERS // (num_embeddings + 2 * len(tokens)))
     total = gradient.new_empty(num_embeddings, gradient.shape[1])
     left_out = -1 if padding_idx is None else padding_idx
@@ -95,7 +95,7 @@ class _Lookups(TorchFunctionMode):
 
 
 def _look_up(
-    input: Tensor,  # named as in torch, whose callers may use the name
+    input: Tensor,  # torch's name: callers may pass it by keyword
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -103,7 +103,7 @@ def _look_up(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    # Those have gradients, or weights, of their own; ``parallelize`` refuses them where they are the model's.
+    # These options change gradients or weights; ``parallelize`` refuses them in the model's own embeddings.
     if max_norm is not None or scale_grad_by_freq or sparse:
         return functional.embedding(
             input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _GROUP: Final = "ringspan.families"
 _BUILT_IN: Final = "ringspan.families"
 
-# Maps positions (B, T) to the factors of queries at them.
+# Function from positions (B, T) to the factors by which queries are scaled.
 Factors = Callable[[Tensor], Tensor]
 
 
@@ -45,7 +45,7 @@ class ChosenKeys:
 
     layers: tuple[str, ...] = (
         "indexed_attention",
-        # in releases of transformers before 5.22
+        # The names in releases of transformers before 5.22.
         "deepseek_sparse_attention",
         "qwen_sparse_attention",
     )
@@ -150,7 +150,7 @@ def _installed() -> dict[str, Family]:
 
 
 def _built_in() -> Iterator[Family]:
-    # By name, since each of these modules imports what it builds on: nothing here depends on a family.
+    # The modules are imported by name, so that nothing in this file depends on a family.
     package = importlib.import_module(_BUILT_IN)
     for module in pkgutil.iter_modules(package.__path__):
         yield from importlib.import_module(f"{_BUILT_IN}.{module.name}").FAMILIES

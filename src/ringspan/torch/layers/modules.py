@@ -128,7 +128,8 @@ def refusing(why: str) -> Callable[..., Never]:
 
 @contextmanager
 def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")  # a hook of somebody's, say
+    # A hook (accelerate's, for example) may have set a forward on the module itself.
+    own = vars(module).get("forward")
     module.forward = forward
     try:
         yield

@@ -40,7 +40,7 @@ def number_tokens(decoder: PreTrainedModel) -> None:
             if isinstance(first := getattr(module, "padding_idx", None), int):
                 if isinstance(table, nn.Embedding):
                     mix_in(table, _Behind, offset=first + 1)
-                # it is the table itself (Kosmos 2.5)
+                # The module is the table itself (Kosmos 2.5).
                 elif takes_positions(module) and table is None:
                     mix_in(module, _Counting, offset=first + 1)
 
@@ -81,7 +81,8 @@ def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     positions = given[_POSITIONS]
     others = {name: value for name, value in given.items() if name != _POSITIONS}
-    if table is None:  # attention alone knows of positions (ALiBi)
+    # With ALiBi only attention uses positions.
+    if table is None:
         yield others
         return
     table.ring_positions = positions

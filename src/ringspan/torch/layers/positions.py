@@ -48,7 +48,7 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    # Dynamic scaling keeps the length that the model was first trained for there, whatever its factor.
+    # With dynamic scaling the field is the original training length, before the factor.
     factors = [
         each.get("factor", 1.0)
         for each in _rope_tables(config)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ringspan.torch.layers.modules import mix_in
 
-# Positions whose float32 tables exist at once.
+# Positions per block: only one block's float32 tables exist at a time.
 _CHUNK_TOKENS: Final = 4096
 
 
@@ -29,6 +29,10 @@ def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
 
 
 def is_rotary(module: nn.Module) -> bool:
+    """Return True if a module maps positions (B, T) to cosines and sines (B, T, D) and is not chunked yet.
+
+    It has a buffer of inverse frequencies, and is called on three positions to see what it returns.
+    """
     names = [
         name
         for name, _ in module.named_buffers(recurse=False)
@@ -37,10 +41,10 @@ def is_rotary(module: nn.Module) -> bool:
     if not names or isinstance(module, _ChunkedTables):
         return False
     buffer = getattr(module, names[0])
-    # Nothing can be computed without memory; what has such a buffer is taken for one.
+    # A module on the meta device cannot be tried; its buffer decides.
     if buffer.is_meta:
         return True
-    # Gemma 3 has a table for each kind of layer, and is asked for it by name.
+    # Gemma 3 has a table for each kind of layer, and takes the kind's name as an argument.
     kinds = {
         name.removesuffix("original_inv_freq")
         .removesuffix("inv_freq")
@@ -59,7 +63,7 @@ def is_rotary(module: nn.Module) -> bool:
                 table.ndim != 3 or table.shape[:2] != (1, 3) for table in tables
             ):
                 return False
-    except Exception:  # whatever it raises: it is called in another way
+    except Exception:  # It takes other arguments.
         return False
     return True
 
@@ -72,7 +76,7 @@ class _ChunkedTables(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (B, T, D) of positions (B, T), or (3, B, T) in Qwen 3.5; equal rows share memory."""
         rows = position_ids.shape[-2]
-        # Mostly all sequences have the same positions: one table then does.
+        # All sequences usually have the same positions, and share one table.
         alike = rows > 1 and bool((position_ids == position_ids[..., :1, :]).all())
         positions = position_ids[..., :1, :] if alike else position_ids
         length = (
@@ -80,11 +84,11 @@ class _ChunkedTables(nn.Module):
             if self.rotary_length is None
             else self.rotary_length
         )
-        # The last position of the whole sequence, by which dynamic scaling and longrope choose their frequencies.
+        # Dynamic scaling and longrope choose frequencies by the largest position they see: the whole sequence's last.
         last = positions.new_full((*positions.shape[:-1], 1), length - 1)
         tables: list[Tensor] = []
         for start in range(0, max(1, positions.shape[-1]), _CHUNK_TOKENS):
-            # Padding lies behind the end, where it would pass for a longer sequence.
+            # Padding has positions after the end, which would pass for a longer sequence.
             part = positions[..., start : start + _CHUNK_TOKENS].clamp_max(length - 1)
             made = super().forward(x, torch.cat((part, last), -1), *args, **kwargs)
             tables = tables or [

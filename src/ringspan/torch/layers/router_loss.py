@@ -57,11 +57,11 @@ class RouterLoss(NamedTuple):
             counts = torch.zeros_like(chosen).scatter_add(
                 0, experts.flatten(), weights.expand_as(experts).flatten()
             )
-            # not counted on from layer to layer: float32 does not count beyond 2^24
+            # Each layer is counted from 0, because adding ones in float32 stops at 2^24.
             chosen = chosen + counts
             probabilities = probabilities + (each.float() * weights).sum(0)
         rows = weights.sum().view(1) * len(scores)
-        # All three in one message. The gradient of counts is zero, as in transformers, whose counts are of a choice.
+        # One message for all three. The counts come from a choice of experts, so they have no gradient.
         total = Sum.apply(torch.cat((probabilities, chosen, rows)), list(groups))
         probabilities, chosen, rows = total.split(
             (self.num_experts, self.num_experts, 1)
@@ -83,7 +83,7 @@ def find_router_loss(view: ModelView) -> RouterLoss | None:
     ):
         return None
     loss = RouterLoss(experts, chosen, coefficient, RouterRecorder(experts))
-    # By trial: a model with the same attributes may weigh its experts in another way.
+    # Models with the same attributes may compute another loss, so it is compared.
     return loss if _agrees(view, loss) else None
 
 
@@ -156,12 +156,13 @@ def real_tokens_of(
 
 @torch.no_grad()
 def _agrees(view: ModelView, loss: RouterLoss) -> bool:
+    """Return True if the model's own forward adds this auxiliary loss, compared on made-up scores of two layers."""
     model, decoder, head = view.model, view.decoder, view.head
     assert head is not None, "of models that predict tokens"
     size, vocabulary = input_size(head), output_size(head)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)
-    # Made-up outputs of decoder and head, so that the loss alone is tried, and no weight need be there.
+    # The outputs of decoder and head are made up: only the loss runs, and weights may be on the meta device.
     hidden, logits = torch.zeros(1, 5, size), torch.zeros(1, 5, vocabulary)
     scores: Any = tuple(
         torch.randn(5, loss.num_experts, generator=generator) for _ in range(2)
@@ -182,5 +183,5 @@ def _agrees(view: ModelView, loss: RouterLoss) -> bool:
         return torch.allclose(found.aux_loss, ours) and torch.allclose(
             found.loss, expected
         )
-    except Exception:  # whatever a model raises that computes it in another way
+    except Exception:  # The model computes its loss from something else.
         return False

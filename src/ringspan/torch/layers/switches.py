@@ -46,6 +46,7 @@ class Switches:
 
         @contextmanager
         def as_then() -> Iterator[None]:
+            """Set the switches and ``requires_grad`` to their noted values, and back to the present ones at the end."""
             before, others = self._values(), self._trained()
             if before == values and others == trained:
                 yield
@@ -60,7 +61,7 @@ class Switches:
                 yield
             finally:
                 self._set(own)
-                # FSDP may hold the whole copy of a parameter in its place now, and keeps both alike.
+                # FSDP may have swapped a sharded parameter for its whole copy meanwhile; both must be reset.
                 _require(held, others)
                 _require([each.get(name) for each, name in self._parameters], others)
 

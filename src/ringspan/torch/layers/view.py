@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     class _Model(PreTrainedModel, FSDPModule): ...
 else:
-    _Model = object  # it stands before whichever class a model has
+    # At run time the mixin precedes whichever class the model has.
+    _Model = object
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ModelView:
     model: PreTrainedModel
     decoder: PreTrainedModel
     """From tokens to hidden states, the text's in a multimodal model; the model itself if it has none inside."""
-    # the decoder's layers by their paths in it: units of checkpointing and gathering
     layers: dict[str, nn.Module]
+    """The decoder's layers, units of checkpointing and gathering, by their paths in it."""
     family: Family
     """What sets the decoder's type apart from transformers' conventions."""
     stateful: dict[str, nn.Module]
@@ -39,8 +40,8 @@ class ModelView:
     head: nn.Module | None  # output embedding; None if the model ends in hidden states
     is_classifier: bool  # True if it maps sequences or tokens to labels by one linear layer after its decoder
     inner: PreTrainedModel  # the model below the head, with towers and decoder
-    # models other than the decoder, for images or sound
     towers: tuple[PreTrainedModel, ...]
+    """Models for images or sound, next to the decoder."""
 
     @property
     def name(self) -> str:
@@ -51,42 +52,42 @@ class RingModel(_Model):
     """Attributes that ``parallelize`` adds to a model."""
 
     ring_mesh: DeviceMesh
-    # the mesh's ring, of which torch would make a new mesh each time
+    # The mesh's ring, kept because torch would build a new mesh at each access.
     ring_axis: DeviceMesh
     ring_layout: BatchLayoutName
     ring_folds: int  # parts of each sequence that ranks compute one after the other
     ring_step: StepConfig  # the options of ``parallelize``
     ring_decoder: str  # the decoder's path; empty if the model is one
-    ring_configs: tuple[Any, ...]  # each config and its fields of then (``ConfigCopy``)
+    # Configs and their fields at ``parallelize`` (``ConfigCopy``).
+    ring_configs: tuple[Any, ...]
     ring_number: str  # an identity among the models of the mesh
     ring_structure: dict[nn.Module, dict[str, None]]  # parameter names of each module
-    # path, module and name of each buffer of the layers
+    # Path, module and name of each buffer of the layers.
     ring_buffers: list[tuple[str, nn.Module, str]]
-    ring_loss_function: Callable[..., Any]  # the model's own of then
+    ring_loss_function: Callable[..., Any]  # the model's own at ``parallelize``
     ring_is_generating = False  # True while weights may be whole between passes
-    # kind of the model's image inputs (``Kind``); None if it takes none
+    # Kind of the model's image inputs (``Kind``); None if it takes no images.
     ring_media: Any = None
 
-    # longest text that it was trained on beyond its positions (``note_length``)
+    # Longest text in training beyond the model's positions (``note_length``).
     ring_trained_length: int | None
     ring_said_text_length: bool
-    # True once a log line has said what evaluation mode leaves out
+    # True once a log line has told what evaluation mode leaves out.
     ring_said_evaluation = False
     ring_loss: LossOptions
-    # vocabulary sizes of the input embedding and the head
+    # Vocabulary sizes of the input embedding and the head.
     ring_vocabularies: tuple[int, int]
-    # token that the model's own forward skips when counting positions
+    # Token that the model's own forward skips when counting positions.
     ring_skipped: int | None
-    ring_head_parts: tuple[
-        str, ...
-    ] = ()  # modules that make logits, if more than the output embedding
+    # Modules between hidden states and logits; empty if it is only the output embedding.
+    ring_head_parts: tuple[str, ...] = ()
     ring_head: Any  # kind of head tried out last
     ring_stateful: bool  # True if layers have states or convolutions
-    # tokens that a trainer's rows must begin with alike to share them; None if no rows do
+    # Shortest common prefix, in tokens, that a trainer's rows share; None if rows share nothing.
     ring_min_shared: int | None
     ring_no_tree: str  # part of the model that takes no trees of segments; empty if all of it does
     ring_compiled: bool  # True if layers are compiled
-    # auxiliary loss of a mixture of experts (``RouterLoss``); None if absent
+    # Auxiliary loss of a mixture of experts (``RouterLoss``); None if absent.
     ring_router: Any
 
 

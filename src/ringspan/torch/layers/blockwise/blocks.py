@@ -84,7 +84,8 @@ def run_in_blocks(
 ) -> None:  # fmt: skip
     """Run token-wise modules on ``chunk_tokens`` at a time, in place, from ``from_tokens``; ConfigError below 1."""
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
-    for module in dict.fromkeys(modules):  # layers may share one
+    # Layers may share a module, which takes the mixin once.
+    for module in dict.fromkeys(modules):
         mix_in(
             module,
             Blockwise,
@@ -125,6 +126,11 @@ def mixes_tokens(
 
 
 def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool) -> str:
+    """Return why a module with its weights in memory cannot run in blocks, or "".
+
+    It runs on made-up tokens (2, n, C): twice as they are, in parts, in another order, and equal ones in one row. Every
+    run must give each token the same result up to rounding. Weights on the meta device are replaced by random ones.
+    """
     generator = torch.Generator().manual_seed(0)
     if next(module.parameters()).is_meta:
         module = copy.deepcopy(module).to_empty(device="cpu")
@@ -133,19 +139,18 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
     like = example_of(module)
     num_tokens = rules_of(like.device).probe_tokens
     tokens = torch.randn(2, num_tokens, size, generator=generator).to(like)
-    # one row of equal tokens, which a router sends to the same experts
+    # A row of equal tokens: a router sends them all to the same experts, where a limit on their number would show.
     tokens[1] = tokens[0, 0]
     order = torch.randperm(num_tokens, generator=generator).to(like.device)
 
     def run(tokens: Tensor) -> Tensor:
-        return hidden_of(module(tokens.clone()))  # some write into what they are given
+        # Some modules write into their input.
+        return hidden_of(module(tokens.clone()))
 
     with _mode(module, trains):
         try:
             whole = run(tokens)
-        except (
-            Exception
-        ) as error:  # whatever it raises: it does not take hidden states alone
+        except Exception as error:
             return f"does not take hidden states alone ({type(error).__name__})"
         wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
         if (
@@ -160,7 +165,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
             )
         again = run(tokens)
         try:
-            # One token, and blocks that begin anywhere: each token is in other company than before.
+            # A single token, and blocks of odd sizes: each token meets other tokens than in the whole run.
             apart = torch.cat(
                 [
                     run(part)
@@ -169,7 +174,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
                 ],
                 1,
             )
-        except Exception as error:  # a batch norm, say
+        except Exception as error:  # for example a batch norm
             return f"does not take one token ({type(error).__name__})"
         in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
@@ -211,7 +216,7 @@ class Blockwise:
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []
-        # Without a token there is no block, and its weights would have no gradient.
+        # Zero tokens make no blocks, and the weights would get no gradient, which FSDP waits for.
         if hidden_states.shape[:-1].numel() < max(1, self.chunk_from_tokens):
             return whole(hidden_states, *args, **kwargs)
 
@@ -280,8 +285,12 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def recomputed(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``forward``'s inputs, recomputing one block of tokens at a time.
+
+        Only one block's activations exist at once. Gradients of parameters are summed over blocks in float32.
+        """
         [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
-        # FSDP has put the whole parameters back in their places.
+        # They are read now, not in forward, because FSDP has gathered the whole parameters again for backward.
         parameters = [p for p in ctx.module.parameters() if p.requires_grad]
         sums: list[Tensor | None] = [None] * len(parameters)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[4] else None
@@ -289,14 +298,14 @@ class _Recomputed(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast():
                 chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
                 out, *scores = ctx.run(chunk)
-            # none of the latter when they are not wanted
             results, d_results = [out], [d_out[:, rows]]
+            # A recorder that is off now gives no scores.
             for each, d_each in zip(scores, d_scores, strict=False):
                 if each.requires_grad:
                     results.append(each)
                     d_results.append(d_each[rows].view(each.shape))
             wanted = [chunk, *parameters] if d_hidden is not None else parameters
-            # autocast gives its own dtype, and the results a place of another
+            # Under autocast a block's results may have another dtype than the gradients.
             d_results = [
                 d.to(result.dtype) for d, result in zip(d_results, results, strict=True)
             ]
@@ -322,6 +331,7 @@ class _Computed(torch.autograd.Function):
     def forward(
         ctx: Any, run: _Run, chunk_tokens: int, hidden: Tensor, *places: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return hidden states (1, T, C) of all blocks, and router scores (T, E) for each of ``places``."""
         ctx.dtypes = [place.dtype for place in places]
         out = torch.empty_like(hidden)
         scores: list[list[Tensor]] = [[] for _ in places]

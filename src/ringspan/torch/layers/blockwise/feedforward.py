@@ -44,9 +44,8 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
 
     UnsupportedError, with why each submodule is excluded, for a layer without one, or with dropout.
     """
-    verdicts: dict[
-        Any, str
-    ] = {}  # layers of one kind share their code: one of each is tried
+    # Layers of one kind share their code, so one of each kind is tried.
+    verdicts: dict[Any, str] = {}
     found: list[nn.Module] = []
     for path, layer in view.layers.items():
         reasons: list[str] = []
@@ -73,6 +72,7 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
 
 
 def _why_not(module: nn.Module, size: int) -> str:
+    """Return why a layer's submodule is not a feed-forward that can run in blocks of tokens, or ""."""
     if not any(p.ndim > 1 for p in module.parameters()):
         return "has no matrices"
     if isinstance(module, nn.Linear):
@@ -112,7 +112,8 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
         nonlocal is_behind
         is_behind = True
 
-    def keep(_: Tensor) -> None:  # nothing is kept: there is no backward pass
+    # It keeps no tensor, because no backward pass follows.
+    def keep(_: Tensor) -> None:
         if is_behind and not reasons:
             reasons.append(
                 f"what comes behind {name} needs its result again, so blocks cost one more forward pass"

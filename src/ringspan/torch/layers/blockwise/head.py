@@ -202,7 +202,7 @@ class _Blocks:
         parts: list[Tensor] = []
         for rows in self._slices(hidden):
             chunk = hidden[rows].detach().requires_grad_(hidden.requires_grad)
-            # Autograd numbers operations in order: what has a lower number than this one was computed before the block.
+            # Autograd numbers operations in order: one with a lower number than this was computed before the block.
             now = torch.zeros((), requires_grad=True).neg().grad_fn
             losses = self._losses(chunk, rows)
             leaves |= {
@@ -221,10 +221,15 @@ class _Blocks:
         *,
         of_hidden: bool,
     ) -> list[Tensor | None]:
+        """Return the gradients of hidden states (T, C), None unless ``of_hidden``, and of ``leaves``, block by block.
+
+        Each block is recomputed under the autocast, switches and random state of forward; sums over blocks are in
+        float32.
+        """
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
-        # A head with dropout must drop the same entries again, and the caller's random numbers go on as if it had not.
+        # A head with dropout must drop the same entries again, without advancing the caller's random numbers.
         random = torch.random.fork_rng(devices, device_type=self._device.type)
         with random, torch.enable_grad(), self._as_then():
             torch.set_rng_state(state)
@@ -236,7 +241,7 @@ class _Blocks:
                     losses = self._losses(chunk, rows)
                 wanted = [chunk, *leaves] if d_hidden is not None else list(leaves)
                 parts: list[Tensor | None] = [None] * len(wanted)
-                # A block without targets, say, may need no gradient at all.
+                # Some blocks need no gradient, for example one without targets.
                 if losses.requires_grad:
                     d_block = d_losses[rows].to(losses.dtype)
                     parts = list(
@@ -247,7 +252,7 @@ class _Blocks:
                     d_chunk = parts.pop(0)
                     d_hidden[rows] = 0 if d_chunk is None else d_chunk
                 accumulate(sums, parts)
-        # Zeros where no block used a leaf: FSDP reduces the same parameters on every rank.
+        # A leaf that no block used gets zeros, because FSDP reduces the same parameters on every rank.
         found = (
             torch.zeros_like(leaf) if s is None else s.to(leaf.dtype)
             for s, leaf in zip(sums, leaves, strict=True)
@@ -293,7 +298,7 @@ class _Called(torch.autograd.Function):
         ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor
     ) -> Tensor:
         ctx.save_for_backward(hidden)
-        # FSDP has the whole parameters in them again when backward comes
+        # Not saved_for_backward: FSDP frees the leaves' memory after forward and fills it again before backward.
         ctx.blocks, ctx.leaves = (
             blocks,
             leaves,
@@ -340,7 +345,7 @@ def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
 def vocabularies(model: PreTrainedModel) -> tuple[int, int]:
     """Return the vocabulary sizes of the input embedding and of the head; 0 if absent."""
     given: Any = model.get_input_embeddings()
-    # An adapter wraps the embedding; the table inside of it says how many entries there are.
+    # An adapter wraps the embedding; only the table inside it has the number of entries.
     table = next(
         (part for part in given.modules() if isinstance(part, nn.Embedding)), given
     )
