@@ -169,6 +169,10 @@ def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def _names_that_peft_saves(
     model: "PeftModel", state: Mapping[str, Any], given: Mapping[str, Any]
 ) -> list[str]:
+    """Return the names of the weights that PEFT saves for the selected adapters.
+
+    PEFT's ``get_peft_model_state_dict`` renames what it selects, so the weights are found again by identity.
+    """
     select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
     embeddings = given.get(
         "save_embedding_layers",

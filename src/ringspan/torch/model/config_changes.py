@@ -9,23 +9,25 @@ from transformers import PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 
-# Fields of saved files and of names, which change no number that any model computes; weights are compared themselves.
+# Names and fields of saved files, which change no number that a model computes. Weights are compared separately.
 _NAMES: Final = frozenset((
     "_commit_hash", "_from_model_config", "_name_or_path", "name_or_path", "architectures", "auto_map", "dtype",
     "finetuning_task", "id2label", "keys_to_ignore_at_inference", "label2id", "task_specific_params", "tokenizer_class",
     "torch_dtype", "transformers_version",
-    "use_cache",  # a model on a ring keeps none
+    # Training on a ring keeps no cache.
+    "use_cache",
 ))  # fmt: skip
-# Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
+# Fields that do not change what a model on a ring computes, or that every forward pass reads again.
 _FREE: Final = _NAMES | frozenset((
-    "tie_word_embeddings",  # of weights that are tied or not by now
-    # read each time; of routers by TRL's fused head: models have one of their own, from when they were made
+    # Weights are already tied, or are not.
+    "tie_word_embeddings",
+    # Every pass reads these. TRL's fused head reads the coefficient; models have copied it when they were built.
     "router_aux_loss_coef", "output_router_logits", "_experts_implementation", "_experts_implementation_internal",
-    # of what a tokenizer or ``generate`` does
+    # Tokenizers and ``generate`` use these.
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "max_length", "pad_token_id", "problem_type",
     "quantization_config", "sep_token_id",
 ))  # fmt: skip
-# Fields that a config need not have, and what each means when it has them not.
+# Values of fields that a config need not have.
 _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
 
 
@@ -78,6 +80,10 @@ def _fields(value: Any) -> Any:
 def _compare(
     path: str, config: PreTrainedConfig, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
+    """Raise UnsupportedError for the first field that differs and matters, also in configs inside of ``config``.
+
+    ``path``: the config's name in the message.
+    """
     for name in sorted(before.keys() | now.keys()):
         if name in _FREE:
             continue

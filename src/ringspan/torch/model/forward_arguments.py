@@ -62,7 +62,7 @@ class Unsaid(Enum):
 
 UNSAID: Final = Unsaid.UNSAID
 
-# Arguments of attention that ``attend`` in models.py computes with.
+# Arguments of attention that the registered function computes with.
 COMPUTED: Final = frozenset(
     {"alibi_slopes", "ring_packed", "s_aux", "scaling", "sliding_window", "softcap"}
 )
@@ -75,17 +75,18 @@ def _all(value: T, names: str) -> dict[str, T]:
     return dict.fromkeys(names.split(), value)
 
 
-# What models hand to transformers' attention interface beside what ``attend`` in models.py computes with.
+# Other arguments that models pass to transformers' attention interface, and the values accepted for each; () is any.
 ATTENTION: Final[Mapping[str, tuple[Any, ...]]] = {
-    # Not used by attention functions: inputs of the layers before, or flags for what is returned.
+    # Attention functions do not use these: they are inputs of earlier layers, or select what is returned.
     **_all(_ANY, "input_ids position_embeddings position_ids"),
     "output_router_logits": _ANY,
     **_all((False, None), "use_cache output_attentions output_hidden_states"),
     **_all(
         (None,), "labels encoder_hidden_states past_key_values cache cache_position"
     ),
-    "deterministic": _ANY,  # of flash attention's backward pass; the ring's sums always come in the same order
-    # What changes whom a query sees, or its score.
+    # It concerns flash attention's backward pass; the ring always sums in the same order.
+    "deterministic": _ANY,
+    # These change which keys a query sees, or its scores.
     "is_causal": (True, None),
     **_all(
         (None,),
@@ -99,7 +100,7 @@ ATTENTION: Final[Mapping[str, tuple[Any, ...]]] = {
 def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a layer's first argument that asks for other attention than the ring's."""
     kind = type(module).__name__
-    # A decoder's own (BigBird-Pegasus) has its causality from its mask, and says is_causal=False all the same.
+    # BigBird-Pegasus' decoder says is_causal=False although its mask makes it causal.
     if getattr(module, "is_causal", True) is False and not getattr(
         module, "is_decoder", False
     ):

@@ -52,9 +52,9 @@ def local_hidden_states(
         packed = Packed(model, document_lengths, position_ids, blocks)
     others: dict[str, Any] = {"ring_packed": packed} if packed else {}
     if model.ring_router is not None:
-        # by transformers; they are recorded here
+        # The router loss records the scores itself, so transformers need not return them.
         others["output_router_logits"] = False
-    # Programs cannot be told; layers with a state are never compiled.
+    # A compiled program cannot read the current pass, and does not need to: layers with a state are never compiled.
     sequences = (
         None
         if model.ring_compiled
@@ -62,7 +62,7 @@ def local_hidden_states(
     )
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
     with passing(sequences):
-        # Padding counts on behind the end, where a learned table has no position any more.
+        # Padding has positions after the end, which a learned table may not have.
         positions = position_ids.clamp_max(longest - 1)
         given = {
             "input_ids": input_ids,
@@ -90,10 +90,11 @@ class Packed:
         positions: Tensor,
         blocks: Sequence[Blocks] | None = None,
     ) -> None:
-        # On the CPU: each compiled layer reads them, and would wait for the device.
+        """Derive each row's documents, blocks and layout from document ``lengths`` and local ``positions`` (B, T)."""
+        # On the CPU, because every compiled layer reads them and would wait for the device.
         self.lengths = lengths = None if lengths is None else lengths.cpu()
         self.positions = positions
-        # where that is not the model's named one on as many tokens
+        # Set only if documents change the layout; otherwise the model's named layout holds.
         self.split: BatchLayout | None = None
         if model.ring_layout == "balanced" and lengths is not None:
             whole, ranks = int(ends_of(lengths).max()), model.ring_axis.size()
@@ -102,7 +103,7 @@ class Packed:
         if lengths is not None:
             rows = [*rows_of(lengths)]
         pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
-        # alike for all sequences: one attention does
+        # One entry serves all rows if they have the same documents and blocks.
         pairs = pairs[:1] if len(set(pairs)) == 1 else pairs
         self.rows, self.blocks = (
             [row for row, _ in pairs],
@@ -119,6 +120,7 @@ def _sequences(
     fold: Fold | None,
     index_loss: IndexLoss | None,
 ) -> SequencePass:
+    """Return the pass that layers with a state and folds read: each row's layout, the ring and documents' starts."""
     ring = model.ring_axis
     split = BatchLayout((fold.layout,)) if fold is not None else packed and packed.split
     split = split or BatchLayout.of(
@@ -132,6 +134,7 @@ def _sequences(
     )
 
 
-@torch.compiler.disable()  # it logs
+# Compiled code cannot log.
+@torch.compiler.disable()
 def _note_length(model: RingModel, length: int) -> None:
     note_length(model, length, says=model.ring_axis.get_local_rank() == 0)

@@ -26,7 +26,7 @@ from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 
 _CONVOLUTION: Final = "causal_conv1d_fn"
-# Whole layers in one kernel, which has no states to give or take: None sends the layer to the functions above.
+# Kernels of a whole layer, which neither take nor return states. As None they make a layer call single functions.
 _FUSED: Final = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 _PACKED: Final = ("cu_seqlens", "seq_idx")
 
@@ -45,7 +45,7 @@ def refuse_stateful(view: ModelView) -> None:
     name, decoder, held = view.name, view.decoder, view.stateful
     for path, module in decoder.named_modules():
         parent = path.rpartition(".")[0]
-        # ``pooled``
+        # A family's mixin replaces ``_short_conv`` (``ringspan.torch.model.attention.pooled``).
         is_ours = parent in held or hasattr(
             decoder.get_submodule(parent), "_short_conv"
         )
@@ -137,6 +137,10 @@ def _hooks_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of transformers' function ``name`` that computes over the spans of the current pass.
+
+    Outside of a pass it calls the plain function. UnsupportedError for arguments that mark packed documents.
+    """
     signature = inspect.signature(plain)
     compute = (
         _fused
@@ -192,11 +196,16 @@ def _scanned(
     further: dict[str, Any],
     sequences: SequencePass,
 ) -> object:
+    """Run a recurrent function over the ring's spans, or over a cache from its states; return what ``plain`` returns.
+
+    ``further``: variable keyword arguments, some of them tensors of the recurrence. UnsupportedError if the caller
+    gives or asks for states outside of generation.
+    """
     arguments |= {
         name: x for name, x in further.items() if name in rule.dims and x is not None
     }
     asked = {state: arguments.pop(state, None) for state in rule.states}
-    if sequences.before is not None:  # a cache is read and written
+    if sequences.before is not None:
         return resumed(rule, plain, arguments, sequences, sequences.before.state)
     if any(isinstance(value, Tensor) or value for value in asked.values()):
         raise UnsupportedError(

@@ -108,8 +108,13 @@ def stream(
     *,
     is_writer: bool,
 ) -> None:
-    # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
-    # parameters would free while they are read.
+    """Write the model's folder file by file, so that no rank holds all weights; every rank calls it.
+
+    ``save`` writes config and code without weights into a scratch folder, then ranks gather one file's weights at a
+    time for the writer, and the finished folder is moved into place. An error on one rank raises on all.
+    """
+    # After a forward pass without a backward pass FSDP still holds whole copies of the outermost weights. The first
+    # call that asks for parameters would free them while they are read.
     settle(model)
     size, variant = (
         options.get("max_shard_size", MAX_SHARD_SIZE),

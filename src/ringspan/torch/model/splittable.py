@@ -25,7 +25,7 @@ from ringspan.torch.weights.packed import (
 )
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# modules of bitsandbytes
+# Modules of bitsandbytes whose packed weights can be split.
 _SPLITTABLE: Final = (
     "Linear4bit",
     "LinearFP4",
@@ -101,6 +101,10 @@ def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def _refuse_module(name: str, path: str, module: Any) -> None:
+    """Raise UnsupportedError for a module that is sharded, quantised in an unknown way, or has merged adapters.
+
+    An embedding is refused if its gradient depends on all tokens of a step.
+    """
     if isinstance(module, FSDPModule):
         raise UnsupportedError(
             f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was"
@@ -176,8 +180,8 @@ def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> No
 
 def _refuse_mixing(name: str, model: nn.Module) -> None:
     tried: set[Any] = set()
-    # bitsandbytes': see _refuse_bitsandbytes
     for path, module, _, weight in packed_weights(model):
+        # Weights of bitsandbytes are checked by _refuse_bitsandbytes.
         if not hasattr(weight, "__tensor_flatten__"):
             continue
         kind = type(module), repr(weight.__tensor_flatten__()), tuple(weight.shape)

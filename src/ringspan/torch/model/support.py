@@ -46,7 +46,7 @@ from ringspan.torch.weights.loading import filled, named_in, refuse_not_finite
 
 _log: Final = logging.getLogger(__name__)
 
-# Config fields that change attention or logits in a way that the ring does not compute yet.
+# Config fields that change attention or outputs in a way that the ring does not compute yet.
 UNSUPPORTED_FIELDS: Final = (
     "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "output_attentions", "output_hidden_states",
 )  # fmt: skip
@@ -55,12 +55,13 @@ UNSUPPORTED_FIELDS: Final = (
 class FoundHead(NamedTuple):
     """Path from a decoder's last hidden states to logits."""
 
-    parts: tuple[
-        str, ...
-    ] = ()  # modules in order; empty if the output embedding does it alone
-    shifts: bool = True  # True if the model's own loss shifts the labels
+    parts: tuple[str, ...] = ()
+    """Modules in order; empty if it is only the output embedding."""
+    shifts: bool = True
+    """True if the model's own loss shifts the labels."""
     scale: float = 1.0
-    softcap: float | None = None  # limit on the logits (``finished_logits``)
+    softcap: float | None = None
+    """Limit on the logits (``finished_logits``)."""
 
 
 def refuse_unsupported(view: ModelView) -> FoundHead:
@@ -98,7 +99,7 @@ def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
                 input_ids=torch.zeros(1, 2, dtype=torch.int64, device=decoder.device),
                 use_cache=False,
             )
-        except Exception as error:  # whatever it raises that wants more than tokens
+        except Exception as error:
             raise UnsupportedError(
                 f"{name} needs more than tokens ({_first_line(error)}), which a ring does not give its decoder; use a "
                 "model that runs on text alone"
@@ -155,8 +156,8 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise UnsupportedError(
                 f"{kind}: {field}={value} is not supported yet; set it to None or 0"
             )
-    # "vision" is for the tokens of images, which these models do not take on a ring. Models with a prefix (PaliGemma)
-    # set it too, and say by the types of tokens which of them see later ones.
+    # "vision" lets tokens of images see later ones; these models take no images on a ring. Models with a prefix
+    # (PaliGemma) set it too, and mark the tokens that see later ones by their types.
     asked = getattr(config, "use_bidirectional_attention", None)
     has_prefix = media is not None and media.is_prefix
     sees_later = asked not in (None, False, "vision") and not has_prefix
@@ -188,7 +189,7 @@ def refuse_kernel(
     """Raise if a kernel is unknown or cannot serve the model on the ring's devices."""
     kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
-    if not head_sizes(config):  # there is no attention
+    if not head_sizes(config):  # a model without attention
         return
     probe = torch.empty(
         1, 1, 1, max(head_sizes(config)), dtype=dtype, device=ring.device_type
@@ -208,6 +209,12 @@ def say_shifted(model: PreTrainedModel) -> None:
 
 
 def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
+    """Return how logits follow from the decoder's last hidden states, found by trying the model on made-up ones.
+
+    First the output embedding is tried by itself, then with all modules that stand next to the decoder.
+    UnsupportedError if neither gives the model's own logits. On the meta device nothing can be tried, and the config
+    decides.
+    """
     model, names = view.model, _behind_decoder(view, plain)
     wrong = ""
     for parts in ((), names) if names else ((),):
@@ -215,7 +222,7 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
         refuse_mixing(head)
         embedding: Any = model.get_input_embeddings()
         with filled(head), filled(embedding, first_rows=True):
-            if next(head.parameters()).is_meta:  # nothing can be tried
+            if next(head.parameters()).is_meta:
                 if names:
                     raise UnsupportedError(
                         f"{view.name} has layers between its decoder and its head, which cannot be tried "
@@ -225,7 +232,8 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
                     scale=logit_scale(model.config), softcap=logit_softcap(model.config)
                 )
             found = _try_head(view, head)
-            if isinstance(found, str):  # of what is no number, nothing is equal
+            # NaN equals nothing, so weights that are not finite would be reported as an unknown head.
+            if isinstance(found, str):
                 refuse_not_finite(named_in(model, head), masks=False)
         if not isinstance(found, str):
             return found._replace(parts=parts)
@@ -258,7 +266,7 @@ def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     try:
         with torch.no_grad(), giving(view.decoder, hidden):
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
-            # Routers' scores, of which a loss is made beside it, are none of this decoder's.
+            # The made-up decoder outputs have no router scores for an auxiliary loss.
             takes_scores = (
                 "output_router_logits" in inspect.signature(model.forward).parameters
             )
@@ -268,9 +276,7 @@ def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
                 **{"output_router_logits": False} if takes_scores else {},
             )
             ways = _ways(head, hidden, model.config)
-    except (
-        Exception
-    ) as error:  # whatever a model raises that has other plans for its hidden states
+    except Exception as error:
         return (
             f"{kind} makes its logits of more than its decoder's last hidden states ({_first_line(error)}), which a "
             "ring does not support yet"

@@ -43,7 +43,8 @@ def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
         for name in others:
             path, _, own = name.rpartition(".")
             model.get_submodule(path)._parameters[own] = model.get_parameter(first)
-    model.config.tie_word_embeddings = True  # PEFT unsets it when it merges copies
+    # PEFT unsets it when it merges an adapter into a copy.
+    model.config.tie_word_embeddings = True
 
 
 def note_untied(config: PreTrainedConfig) -> None:

@@ -224,8 +224,8 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
 
 def everything(hidden_states: Tensor, tokens: int) -> Choice | None:
     """Return a choice of all keys if no token of the batch (B, T, C), on any rank, sees more than ``tokens``."""
-    # An index learns from a choice of everything too. A recomputation without autograd is to find the same, since it
-    # takes the results of attention that the pass kept.
+    # While an index learns it must choose even if every key is seen. A recomputation without autograd must take the
+    # same path, because it reuses the attention results that the pass kept.
     if current_turn() is not None or _now().is_part or is_learning():
         return None
     rows = rows_now(hidden_states.device)
@@ -299,9 +299,10 @@ def is_matrix(projection: Any) -> bool:
     is_lora = not hasattr(projection, "base_layer") or type(
         projection
     ).__module__.startswith("peft.tuners.lora")
-    if not is_lora or getattr(projection, "lora_variant", None):  # some look at tokens
+    # Some variants of LoRA compute with the tokens themselves.
+    if not is_lora or getattr(projection, "lora_variant", None):
         return False
-    # Of 8 bits, inputs are rounded as well.
+    # 8-bit projections of bitsandbytes round their inputs as well.
     is_rounded = any(hasattr(getattr(part, "weight", None), "SCB") for part in parts)
     has_more = any(
         getattr(part, "bias", None) is not None or getattr(part, "p", 0)

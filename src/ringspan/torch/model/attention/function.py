@@ -34,7 +34,7 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.recurrence.current import current_pass
 
-# What a pass over a cache honours elsewhere.
+# Arguments of a pass over a cache that are handled before attention.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
 
@@ -48,9 +48,9 @@ def register_attention(
     family: Family = CONVENTIONS,
 ) -> str:
     """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
-    # windows of the masks that the decoder has made, None for one without
+    # Windows of the masks that the decoder has asked for; None stands for a mask without a window. A layer that passes
+    # no window has the window of its config only if the decoder has asked for such a mask, or the family sets it.
     masked: set[int | None] = set()
-    # A layer that says nothing has the window of a mask that its decoder has made, unless its family knows better.
     if family.layer_masks is not None:
         masked.update(kind.window for kind in kinds)
     note_masks([*kinds, CAUSAL])
@@ -71,9 +71,14 @@ def register_attention(
         ring_packed: Packed | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        # of which neither can be asked, and for which neither is there
+        """Attend over the ring or a cache: local (B, H, T, D) to (B, T, H, D), and no weights.
+
+        The signature is that of transformers' attention functions. A layer with an index attends to the keys it has
+        chosen, unless these are all that a query sees. Other layers attend under the mask of their kind.
+        """
+        # A compiled program cannot read the current pass or turn, and is not used where it would need them.
         is_program = torch.compiler.is_compiling()
-        # not every layer hands its arguments on
+        # The pass has the documents too, because not every layer passes ``ring_packed`` on.
         sequences = None if is_program else current_pass()
         if ring_packed is None and sequences is not None:
             ring_packed = sequences.packed
@@ -139,8 +144,8 @@ def register_attention(
         local_size: int | None = None,
         **kwargs: object,
     ) -> Tensor | None:
-        # some decoders make one of ones
         """Return no mask: the schedule knows the visible keys, so no S x S mask is built."""
+        # Some decoders build a mask of ones, which hides nothing.
         if attention_mask is not None and not bool(attention_mask.all()):
             raise UnsupportedError(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
@@ -160,12 +165,13 @@ def register_attention(
 def _over_cache(
     module: nn.Module, asked: Request, turn: Turn, kind: LayerMask
 ) -> Tensor:
+    """Return attention (B, T, H, D) of new tokens to the keys that all ranks hold in the cache."""
     query, key, value = asked.q, asked.k, asked.v
     if _has_scale(module):
         query = _scaled(module, query, turn.positions[None])
     scale = query.shape[-1] ** -0.5 if asked.scale is None else asked.scale
     query, key, value = in_autocast(query, key, value)
-    # written under autocast, or not
+    # Earlier tokens may have been cached under another autocast dtype.
     key, value = (
         key.to(query.dtype),
         value.to(query.dtype),
@@ -179,7 +185,7 @@ def _over_cache(
         if absorbs(module, turn)
         else attend(query)
     )
-    # some models view it as (batch, tokens, hidden size)
+    # Contiguous, because some models call view(B, T, H * D) on it.
     return out.transpose(1, 2).contiguous()
 
 
@@ -220,6 +226,10 @@ def _over_ring(
 def _rows(
     packed: Packed | None, length: int, kind: LayerMask, config: StepConfig
 ) -> list[Rows]:
+    """Return the slices of the batch that share a mask, each with its mask over ``length`` tokens and its layout.
+
+    Without documents, or if all rows have the same ones, there is one slice. It marks ``packed`` as seen.
+    """
     documents_of: Sequence[Segments | None] = (None,)
     blocks_of: Sequence[Blocks] = ((),)
     split = None
@@ -245,8 +255,8 @@ def _kind_of_layer(
     asked: int | Unsaid | None,
     masked: Container[int | None],
 ) -> LayerMask:
-    # a compiled layer's, whose program is that of all layers of the kind
     """Return a module's kind by its config; UnsupportedError if module or masks disagree (some pass no window on)."""
+    # A compiled program serves all layers of a kind, so it reads the kind and not the layer's number.
     if hasattr(module, "ring_kind"):
         kind = module.ring_kind
     else:

@@ -63,7 +63,7 @@ def refuse_index_loss(
 
 def teaches_index(model: RingModel) -> bool:
     """Return whether a pass teaches indexes: any that keeps gradients."""
-    # In evaluation mode too, which ``from_pretrained`` gives: it changes no value of the loss.
+    # Evaluation mode counts as well: ``from_pretrained`` returns models in it, and the loss has the same value.
     return model.ring_step.index_loss != "none" and torch.is_grad_enabled()
 
 

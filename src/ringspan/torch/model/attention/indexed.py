@@ -78,6 +78,11 @@ class Index(Mixin):
         turns: tuple[Tensor, Tensor] | None,
         cache: Any,
     ) -> Choice:
+        """Return an index's inputs, given queries (B, T, H, D): rotated queries and keys, and head weights (B, T, H).
+
+        ``turns``: cosines and sines, None if they are applied already. Keys (B, T, D) are the local tokens'; over a
+        cache they are added to it, and this rank's whole share takes their place.
+        """
         k = (
             self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype))
             .to(hidden_states.dtype)

@@ -105,7 +105,8 @@ def best_entries(index: IndexInputs, held: HeldEntries) -> Tensor:
     """Return the numbers (b, T, k) of the entries that a row's queries choose, -1 for none."""
     windows = held.windows
     of_row = of_rows(index, held.part, held.entries, windows)
-    if held.numbers is None or of_row.topk == windows.most:  # all of them
+    # This rank has every entry, or the choice takes all: no exchange of scores is needed.
+    if held.numbers is None or of_row.topk == windows.most:
         return choose(of_row, windows.first, windows.stop)
     sees = (held.numbers >= windows.first[:, None]) & (
         held.numbers < windows.stop[:, None]

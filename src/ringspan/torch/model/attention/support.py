@@ -70,6 +70,10 @@ def why_no_tree(view: ModelView) -> str:
 
 @torch.no_grad()
 def _why_not_consulted(view: ModelView) -> str:
+    """Return why some layers do not call transformers' attention function, or "".
+
+    The decoder runs on two tokens with an attention function that records its callers.
+    """
     decoder, layers, others = (
         view.decoder,
         view.layers.values(),
@@ -79,7 +83,7 @@ def _why_not_consulted(view: ModelView) -> str:
         ids = torch.zeros(
             1, 2, dtype=torch.int64, device=next(decoder.parameters()).device
         )
-        # whatever it raises whose own code misses its mask
+        # A decoder that computes attention itself may fail without a mask; the callers up to then count.
         with (
             _recorded(decoder) as asking,
             suppress(Exception),
@@ -101,6 +105,7 @@ def _why_not_consulted(view: ModelView) -> str:
 
 @contextmanager
 def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
+    """Yield the set that collects modules as they call the attention function, which answers with zeros."""
     asking: set[nn.Module] = set()
 
     def attend(
@@ -124,7 +129,7 @@ def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
     )
     config._attn_implementation = _TRIAL
     if before[1] is not None:
-        # a grouped product takes no weights without memory
+        # The trial's weights are one zero expanded to their shape, which grouped products of experts do not take.
         config._experts_implementation = "eager"
     try:
         yield asking

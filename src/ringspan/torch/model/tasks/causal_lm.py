@@ -83,7 +83,8 @@ class PerToken:
     value: str
     compute: Callable[[Any, Tensor, Tensor], Tensor]
 
-    def __str__(self) -> str:  # by which ranks compare what they ask for
+    def __str__(self) -> str:
+        # Ranks compare requests as text.
         return self.value
 
 
@@ -115,7 +116,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             settle(self)
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    # ranks talk here; what is called is compiled
+    # Collectives are not compiled; the layers called from here are.
     @torch.compiler.disable(recursive=False)
     def forward(
         self: Any,
@@ -177,7 +178,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             fold: Any = kwargs.get("ring_fold")
             batch = input_ids, position_ids, longest, document_lengths, media
             hidden = local_hidden_states(self, *batch, fold, learning)
-        if tree_targets is not None:  # several of one hidden state where branches begin
+        # A token before several branches has several targets, so its hidden state is repeated.
+        if tree_targets is not None:
             hidden = hidden[:, tree_targets[:, 0]]
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
@@ -232,7 +234,7 @@ def _loss(
     count: int,
     weights: Tensor | None = None,
 ) -> Tensor:
-    # Evaluation is plain cross-entropy, whatever training adds to it.
+    # Evaluation is plain cross-entropy, without z_loss and label smoothing.
     options = model.ring_loss if model.training else _plain(model)
     if weights is None:
         total = _cross_entropy(model, hidden, targets, options, "sum")
@@ -310,6 +312,11 @@ def _cross_entropy(
     options: LossOptions,
     reduction: ReductionName,
 ) -> Tensor:
+    """Return the cross-entropy of targets (B, T) given hidden states (B, T, C), in blocks: no whole logits exist.
+
+    A head that is only a matrix, with a bias or without, is multiplied here, split over tensor-parallel ranks if they
+    share the vocabulary. Any other head is called on blocks of tokens.
+    """
     tp = tensor_axis(model.ring_mesh)
     head: Any = head_of(model)
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
@@ -365,6 +372,10 @@ def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
 def _bind(
     model: RingModel, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
+    """Bind a call's arguments to the names of ``forward``.
+
+    UnsupportedError if a request for per-token numbers lacks targets, or ``token_logprobs`` gets unknown keys.
+    """
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     asked = _asked(kwargs)
     if asked is not Asked.LOSS:
@@ -424,6 +435,6 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         raise UnsupportedError(
             f"token_logprobs needs what rs.parallelize returned, got a {type(model).__name__}"
         )
-    # What is no batch raises in the model's call, where the other ranks hear of it.
+    # Anything but a batch raises in the model's call, so that it raises on the other ranks too.
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     return model(**given, ring_asked=Asked.LOGPROBS)

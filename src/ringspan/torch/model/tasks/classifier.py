@@ -71,16 +71,14 @@ def _try_head(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     try:
         with giving(decoder, hidden):
             logits, expected = model(input_ids=ids).logits, head(hidden)
-    except (
-        Exception
-    ) as error:  # whatever a model raises that has other plans for its hidden states
+    except Exception as error:
         raise UnsupportedError(
             f"{name} makes its logits of more than its decoder's last hidden states; use transformers' own class"
         ) from error
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
     if not is_same(logits, expected):
-        # of what is no number, nothing is equal
+        # NaN equals nothing, so weights that are not finite are reported first.
         refuse_not_finite(named_in(model, head), masks=False)
         raise UnsupportedError(
             f"{name} has more between its decoder and its logits than its {LABELS} and the last token, which a ring "
@@ -99,7 +97,8 @@ class RingClassifier(RingCausalLM):
                 f"{name} predicts no tokens; give token_logprobs a causal language model"
             )
         bound = super().ring_bind(args, kwargs)
-        if "ring_asked" in kwargs:  # with the ends of rows in place of labels
+        # The ends of rows stand in for labels.
+        if "ring_asked" in kwargs:
             return bound
         if bound.arguments.get("shift_labels") is not None:
             raise UnsupportedError(
@@ -147,8 +146,8 @@ class RingClassifier(RingCausalLM):
         hidden = local_hidden_states(
             self, input_ids, position_ids, longest, document_lengths, None
         )
-        # local logits (1, R, L) of ``ends_of``
         head: Any = getattr(self, LABELS)
+        # A tree of rows: local logits (1, R, L) of the rows' last tokens (``ends_of``).
         if shift_labels is not None and tree_targets is not None:
             pooled = (
                 head(hidden[:, tree_targets[:, 0]])
@@ -172,7 +171,7 @@ class RingClassifier(RingCausalLM):
         _refuse_padding(self, is_here, real_tokens)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = head(hidden[rows, is_here.int().argmax(1)])
-        # Of each row one rank has the token, and what it computes of it; the others add nothing.
+        # One rank has each row's last token and adds its logits; the others add zeros.
         own = torch.where(is_here.any(1, keepdim=True), pooled, 0.0)
         precise = own.to(torch.promote_types(own.dtype, torch.float32))
         logits = Sum.apply(precise, [ring.get_group()]).to(pooled.dtype)

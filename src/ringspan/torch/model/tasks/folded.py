@@ -26,7 +26,7 @@ from ringspan.torch.memory.segments import surroundings
 from ringspan.torch.memory.sharding import settle, sharded_after_layers
 from ringspan.torch.model.attention.indexed import choosing_modules
 
-# Arguments of a pass that have one entry for each local token.
+# Arguments of a pass with one entry for each local token.
 _OF_TOKENS: Final = ("input_ids", "position_ids", "shift_labels", "real_tokens")
 
 
@@ -102,6 +102,7 @@ class _Pass:
         *,
         trains: bool,
     ) -> None:
+        """Cut the local tokens of ``arguments`` into equal folds, and note the model's switches for backward."""
         self._model, self._call, self._arguments, self._trains = (
             model,
             call,
@@ -131,6 +132,11 @@ class _Pass:
         return torch.cat(found, 1) if found[0].ndim else torch.stack(found).sum()
 
     def backward(self, gradient: Tensor) -> None:
+        """Recompute each fold, last to first, and run its backward pass; parameters accumulate their gradients.
+
+        ``gradient``: of the whole result, a number for a loss or (B, T, ...) for numbers of tokens. Later folds go
+        first because they add to the gradients of earlier folds' keys and values.
+        """
         for number in reversed(range(len(self._folds.layouts))):
             with (
                 in_call("a backward pass"),

@@ -31,11 +31,16 @@ from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.collectives import Sum
 
-# What else a decoder may be called with; anything else would need a cache, or a mask of the whole sequence.
+# Arguments that a decoder may be called with; others would need a cache, or a mask of the whole sequence.
 _TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}
 
 
 def refuse_headless(view: ModelView) -> None:
+    """Raise UnsupportedError for a model without a language model head that a ring does not compute exactly.
+
+    A class of the user's may have one decoder of transformers inside, and otherwise only modules that compute each
+    token separately.
+    """
     name, model, decoder = view.name, view.model, view.decoder
     if decoder is not model and type(model).__module__.startswith("transformers."):
         raise UnsupportedError(
@@ -84,7 +89,7 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
         first = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
         hidden[:, -1] = other[:, -1]
         second = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    except Exception as error:  # whatever it raises that takes no embeddings
+    except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be called with inputs_embeds alone, which a ring needs"
         ) from error
@@ -101,6 +106,7 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> object:
+        """Run a pass over local embeddings once ranks have agreed on the model, its mode and the tensors' shapes."""
         with in_pass(self, "a forward pass"):
             with meeting(self.ring_mesh, "a forward pass") as facts:
                 try:
@@ -148,7 +154,7 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
 def _without_cache(module: Any) -> dict[str, bool]:
     """Return the arguments that turn off a cache, which the config may ask for in every pass."""
     taken = inspect.signature(forward_of(module)).parameters
-    # From transformers 5.24 on, a decoder takes it among its further arguments.
+    # From transformers 5.24 on, a decoder takes ``use_cache`` as a variable keyword argument.
     takes_more = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     asks = takes_more and getattr(module.config, "use_cache", False)
     return {"use_cache": False} if "use_cache" in taken or asks else {}
@@ -157,6 +163,10 @@ def _without_cache(module: Any) -> dict[str, bool]:
 def _check_arguments(
     model: RingModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    """Raise for a call of the decoder with anything but embeddings and this rank's positions in the layout.
+
+    UnsupportedError for other arguments or a text beyond a learned table, LayoutError for other positions.
+    """
     name, given = (
         class_name(model),
         {key: value for key, value in kwargs.items() if value is not None},

@@ -77,7 +77,7 @@ class SharedRows:
         self.layout: BatchLayoutName = model.ring_layout
         row = torch.from_numpy(tokens)[None]
         self.local = shard_tree(row, tree, scored, model.ring_mesh, self.layout, device)
-        # by which dynamic frequencies go
+        # Dynamic rotary frequencies depend on a row's length, not on the tree's.
         self.local["sequence_length"] = torch.tensor(ids.shape[1])
 
     def of_targets(self, local: Tensor) -> Tensor:
