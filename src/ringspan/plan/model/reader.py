@@ -240,6 +240,11 @@ class _Facts:
         self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
 
     def kind(self, sees: LayerMask, whole: int, *, keeps: bool) -> LayerKind:
+        """Return this layer as the planner counts it, from its modules and a run on made-up tokens.
+
+        ``sees``: the layer's mask. ``whole``: parameters that tensor parallelism does not split. ``keeps``: False if
+        the layer takes an earlier layer's keys and values, so that a cache has nothing of this one.
+        """
         scan, channels, taps, mixed = None, 0, 0, 0
         for module in self.stateful.values():
             function = state_of(module)

@@ -68,7 +68,8 @@ def seeing_shape(
     of_text = decoder_values(model, name)
     of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
     shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
-    if takes is None:  # whose decoder alone goes on the ring
+    # Only the decoder goes on the ring.
+    if takes is None:
         if media:
             raise ConfigError(
                 f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
