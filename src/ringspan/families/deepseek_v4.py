@@ -62,7 +62,7 @@ def _layer_masks(config: Any) -> list[LayerMask]:
 
 
 class Compressor(Mixin):
-    """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
+    """DeepSeek-V4: windows of tokens are pooled into entries, all seen or chosen by an index, next to a window."""
 
     # A replica whose documents are all too short for an entry has no gradient for these weights.
     rests_on_replicas = True
@@ -207,7 +207,7 @@ def _chosen(
 
 
 class Entries(Choice):
-    """Entries of each row that are seen here, and which of them each query attends to."""
+    """Entries of each row that this rank's queries may see, and the ones each query attends to."""
 
     def __init__(self, rows: list[tuple[slice, Row, Tensor, Tensor]]) -> None:
         super().__init__(None, [])
@@ -241,7 +241,7 @@ class Entries(Choice):
 
 
 class CachedEntries(Choice):
-    """Entries of each row over a cache, and what chooses among them, if anything does."""
+    """Entries of each row over a cache, with the index that chooses among them, if the layer has one."""
 
     def __init__(self, held: list[HeldEntries], index: IndexInputs | None) -> None:
         super().__init__(index, [])
@@ -281,7 +281,7 @@ class CachedEntries(Choice):
 
 
 def _of_rank(numbers: Tensor, held: HeldEntries, turn: Turn) -> Tensor:
-    """Return the columns of entries here, by their numbers (b, T, k), -1 for none; as few as there are."""
+    """Return this rank's columns of entries from their numbers (b, T, k), padded with -1 to the longest query's."""
     if held.numbers is None:
         return numbers
     is_here = (numbers >= 0) & (numbers % turn.new.ranks == turn.rank)
@@ -290,7 +290,7 @@ def _of_rank(numbers: Tensor, held: HeldEntries, turn: Turn) -> Tensor:
 
 
 def _cost(module: Any, token: int) -> Index | None:
-    """Count entries next to a window, and the index among them, if there is one; its keys travel with theirs."""
+    """Count entries next to a window and, if the layer has one, their index, whose keys are sent with them."""
     of = getattr(module, "compressor", None)
     if of is None:
         return None

@@ -1,4 +1,4 @@
-"""GPT-J, CodeGen, GPT-Neo and GPT-NeoX Japanese: a method of the layer has products and softmax."""
+"""GPT-J, CodeGen, GPT-Neo and GPT-NeoX Japanese: a method of the layer computes products and softmax."""
 
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from ringspan.torch.model.attention.own import OwnAttention
 
 
 class _Method(OwnAttention):
-    """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a separate method has products and softmax."""
+    """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a method of its own computes products and softmax."""
 
     ring_needs = ("_attn",)
 

@@ -1,4 +1,4 @@
-"""HunYuan and BEAM, which weigh what is rotated, or scale queries by their positions."""
+"""HunYuan and BEAM, which normalise rotated queries and keys, or scale queries by their positions."""
 
 from typing import Final
 

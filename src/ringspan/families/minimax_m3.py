@@ -34,7 +34,7 @@ from ringspan.torch.model.attention.pooled import (
 
 
 class BlockIndex(Mixin):
-    """MiniMax-M3: each key/value head chooses blocks of keys, which score as the best of them."""
+    """MiniMax-M3: each key/value head chooses blocks of keys; a block scores as its best key."""
 
     key_numbers = property(lambda self: self.head_dim)
 

@@ -12,7 +12,7 @@ from ringspan.torch.model.attention.choice import Choice, everything
 
 
 class _IndexOfHidden(indexed.Index):
-    """Mistral Large 4: queries of hidden states, scaled by position, and layers that turn nothing."""
+    """Mistral Large 4: index queries come from hidden states, scaled by position; some layers do not rotate them."""
 
     @torch.no_grad()
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

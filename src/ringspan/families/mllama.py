@@ -1,4 +1,4 @@
-"""Mllama: some layers attend to an image's features, and keep no keys of the text."""
+"""Mllama: some layers attend only to an image's features and keep no keys of the text."""
 
 from typing import Any, Final
 

@@ -28,7 +28,7 @@ from ringspan.torch.model.attention.pooled import (
 
 
 class PooledIndex(Mixin):
-    """Qwen4-exp: keys are means of four, turned as the first of them."""
+    """Qwen4-exp: an index key is the mean of four, rotated by the first one's position."""
 
     key_numbers = property(lambda self: self.index_head_dim / self.compress_ratio)
 
@@ -120,7 +120,7 @@ class NGrams(Mixin):
 
 
 class DilatedConvolution(Mixin):
-    """Qwen4-exp's convolution of each channel over every third token, say, of a document."""
+    """Qwen4-exp's convolution of each channel over every ``dilation``-th token of a document."""
 
     def _short_conv(self: Any, hidden_states: Tensor, cache: Any) -> Tensor:
         """Return SiLU of a causal depthwise convolution (B, T, C) within each document.
