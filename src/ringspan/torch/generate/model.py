@@ -67,7 +67,7 @@ class RingGenerator(RingCausalLM):
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> Any:
-        """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
+        """Run a pass over a cache inside ``generate`` or given a ``RingCache``, otherwise one without a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
             return super().__call__(*args, **kwargs)
         # Weights that FSDP gathers in inference mode could not be differentiated in a later pass.

@@ -314,7 +314,7 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
 def _check_padding(
     config: GenerationConfig, arguments: dict[str, Any], ids: Tensor
 ) -> None:
-    """Raise UnsupportedError for an unmasked text that transformers would take as padded."""
+    """Raise UnsupportedError for a text without a mask in which transformers would find padding."""
     padding, ends = (
         _asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos")
     )
@@ -340,7 +340,7 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
 
 
 def _cached_numbers(decoder: Any, length: int) -> float:
-    """Count what is kept of a sequence: keys and values, or latents, that are still seen; keys of indexes."""
+    """Count the numbers cached for a sequence: keys and values, or latents, that are still seen, and index keys."""
     config = decoder.config
     each = [
         2 * heads * size
@@ -366,7 +366,7 @@ def _cached_numbers(decoder: Any, length: int) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return text that is equal on all ranks for equal values; of objects, their classes."""
+    """Return a value as text that is equal on all ranks: objects printed with their address show only their classes."""
     if not isinstance(value, str) and " at 0x" in str(value):
         return str([type(each).__name__ for each in value])
     return str(value)

@@ -109,7 +109,7 @@ class RingCache(Cache):
 
     @property
     def behind(self) -> list[int]:
-        """Return the layers that lack the last tokens: none, unless a pass ended in the middle."""
+        """Return the numbers of layers that lack the last tokens: empty unless a pass failed."""
         return [
             number
             for number, layer in enumerate(self.layers)
@@ -277,7 +277,7 @@ def _layer(
 
 
 class RingLayer(Rearranged, CacheLayerMixin):
-    """One rank's keys and values of one layer; without a kind, it keeps none."""
+    """One rank's keys and values of one layer; with ``kind`` None it keeps nothing."""
 
     is_croppable = True
     is_compileable = False
@@ -341,7 +341,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
         return share  # pyright: ignore[reportReturnType]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Keep this rank's part of an index's new keys (B, n, D); return its share, as ``update``, which was before."""
+        """Keep this rank's part of an index's new keys (B, n, D); return its whole share. ``update`` comes first."""
         turn = current_turn()
         assert turn is not None, "keys have been added"
         return _added(self._index_rows(), indexer_key_states[:, None], turn)[:, 0]

@@ -145,7 +145,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
 
 
 def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
-    """Fill an empty cache, each rank its part; CheckpointError on all if another model's."""
+    """Fill an empty cache, each rank with its part; CheckpointError on every rank for another model's cache."""
     source = Path(folder)
     manifests: list[SavedCache] = []
     _vote(model, "load_cache", source, lambda: _check(model, source, manifests))
@@ -217,7 +217,7 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
 
 
 def refuse_unsaved(model: Any, cache: RingCache) -> None:
-    """Raise UnsupportedError for a cache that holds, or for a model with states would hold, more than keys by tokens.
+    """Raise UnsupportedError for a cache with more than keys and values of tokens: states, or pools of an index.
 
     What an index keeps is seen once the cache has read a token.
     """
