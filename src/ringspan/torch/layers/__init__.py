@@ -1,1 +1,1 @@
-"""Parts of a model that run otherwise on a ring: in blocks of tokens, split over ranks, with global positions."""
+"""Parts of a model that are changed on a ring: run in blocks of tokens, split over ranks, given global positions."""

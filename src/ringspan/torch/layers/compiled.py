@@ -19,7 +19,7 @@ from ringspan.torch.layers.family import family_of
 def check_compile(
     decoder: PreTrainedModel, config: StepConfig, *, is_stateful: bool
 ) -> None:
-    """Raise ConfigError for an unknown backend or hidden option, UnsupportedError for layers with outside state."""
+    """Raise for ``compile`` with an unknown backend or options that it excludes, or layers with a state."""
     backend = config.compile
     if backend is False:
         return
@@ -48,7 +48,7 @@ def compile_layers(
     kinds: Sequence[LayerMask],
     backend: bool | str,
 ) -> None:
-    """Compile each layer's forward at its first run, except over a cache, after FSDP: its hooks stay outside."""
+    """Have each layer compiled at its first run, except over a cache; FSDP's hooks stay outside of the program."""
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int) and number < len(kinds):
@@ -62,7 +62,7 @@ def compile_layers(
 
 
 def _checkpointed(layer: Any, *args: object, **kwargs: object) -> object:
-    """Run a layer, checkpointed in training; as an argument it is compiled by its type."""
+    """Run a layer, checkpointed in training; as an argument, layers of one type share a compiled program."""
     plain = type(layer).forward
     if layer.ring_is_checkpointed and layer.training:
         return layer._gradient_checkpointing_func(

@@ -18,13 +18,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
-    """Return a config field for each layer; None if absent. Gemma 4's common config cannot be asked."""
+    """Return a config field for each layer; None if absent. Gemma 4 has it only in a config per layer."""
     if getattr(config, "is_heterogeneous", False):
         return [getattr(layer, field, None) for layer in config.per_layer_config]
     return [getattr(config, field, None)] * config.num_hidden_layers
 
 
-# Types of layers that carry a state over tokens or convolve them, and types that compute each token separately.
+# Types of layers that carry a state over tokens or convolve them; some of these have attention too.
 STATEFUL_LAYERS: Final = frozenset(
     {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 )
@@ -93,7 +93,7 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerMask, ...]:
-    """Return each layer's mask: as its family says, or by ``layer_types`` and the fields of windows and chunks."""
+    """Return each layer's mask, from its family or from ``layer_types`` and the fields for windows and chunks."""
     masks = family_of(config).layer_masks
     if masks is not None:
         return tuple(masks(config))
@@ -180,7 +180,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's layers without checkpointing (GPT-1): the list as long as its config says."""
+    """Return layers that do not support checkpointing (GPT-1): the list of ``num_hidden_layers`` modules."""
     config: Any = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     for path, module in model.named_modules():
@@ -190,7 +190,7 @@ def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the submodel from tokens to hidden states, of a multimodal model the text's; else the model."""
+    """Return the submodel from tokens to hidden states (of the text, in a multimodal model), or the model itself."""
     inner_models = [
         child for child in model.children() if isinstance(child, PreTrainedModel)
     ]

@@ -105,7 +105,7 @@ _registered: Final[dict[str, Family]] = {}
 
 
 def register(family: Family, *, replace: bool = False) -> Family:
-    """Let a family serve its model types from now on, on this rank: call it on every rank, before ``parallelize``.
+    """Register a family for its model types on this rank: call it on every rank, before ``parallelize``.
 
     Raises:
         ConfigError: it names no type, or one that another family serves, unless ``replace``.

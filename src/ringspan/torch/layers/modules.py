@@ -27,7 +27,7 @@ def hidden_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; a gradient in its place goes back to the whole."""
+    """Return this rank's part of a tensor; its gradient flows back to the whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -44,7 +44,7 @@ def as_part(local: Tensor, of: DTensor) -> DTensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that ranks share, gathered together; any other itself."""
+    """Return a tensor gathered from all ranks if it is split over them, otherwise the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -118,7 +118,7 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 
 def refusing(why: str) -> Callable[..., Never]:
-    """Make a method that raises UnsupportedError; ``{model}`` in the message is the model's class."""
+    """Return a method that raises UnsupportedError; ``{model}`` in the message is the model's class."""
 
     def refuse(self: nn.Module, *args: object, **kwargs: object) -> Never:
         raise UnsupportedError(why.replace("{model}", class_name(self)))
@@ -159,7 +159,7 @@ def seen_as(
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """Return a key of a module's own hooks: empty if none, changed by any that comes or goes."""
+    """Return a key of a module's own hooks, empty without hooks; adding or removing one changes it."""
     return tuple(id(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 

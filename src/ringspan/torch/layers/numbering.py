@@ -1,4 +1,4 @@
-"""Positions for decoders that would number their tokens from 0 on each rank."""
+"""Global positions for decoders that number tokens from 0, which every rank would do for its own."""
 
 import inspect
 from collections.abc import Iterator
@@ -109,7 +109,7 @@ class _Behind(Mixin):
     offset: int
 
     def rows(self, positions: Tensor) -> Tensor:
-        """Return the rows of tokens; transformers' ``generate`` passes them itself, whatever forward begins with."""
+        """Return the table's rows for positions; over a cache, the positions given are rows already."""
         return positions if current_turn() is not None else positions + self.offset
 
     def forward(self, positions: Tensor) -> Tensor:

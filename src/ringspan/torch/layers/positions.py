@@ -1,4 +1,4 @@
-"""Limits on a sequence's length: learned tables end, rotary models were trained up to some length."""
+"""Limits on a sequence's length: the end of a learned table, or the length of a rotary model's training."""
 
 import logging
 from collections.abc import Iterator
@@ -125,7 +125,7 @@ def note_length(model: RingModel, length: int, *, says: bool) -> None:
 
 @contextmanager
 def as_trained(model: PreTrainedModel) -> Iterator[None]:
-    """Set the trained length in the config while saving only: computation never depends on it."""
+    """Set the trained length in the config only while saving, so that no computation depends on it."""
     config, length = (
         text_config(model.config),
         getattr(model, "ring_trained_length", None),
@@ -141,7 +141,7 @@ def as_trained(model: PreTrainedModel) -> Iterator[None]:
 
 
 def rotates_by_length(config: PreTrainedConfig) -> bool:
-    """Return True if frequencies depend on the text's length: keys of a shorter text are then void."""
+    """Return True if frequencies depend on the text's length, so that cached keys of a shorter text are invalid."""
     return _rope_by_length(config) is not None
 
 

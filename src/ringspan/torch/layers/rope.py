@@ -16,7 +16,7 @@ _CHUNK_TOKENS: Final = 4096
 
 
 def chunk_rotary_tables(model: PreTrainedModel) -> None:
-    """Make the model's modules from ``(x, position_ids)`` to cosines and sines (B, T, D) blockwise, in place."""
+    """Let the modules from ``(x, position_ids)`` to cosines and sines (B, T, D) run in blocks of tokens, in place."""
     for module in model.modules():
         if is_rotary(module):
             mix_in(module, _ChunkedTables, rotary_length=None)

@@ -30,7 +30,7 @@ _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class RouterLoss(NamedTuple):
-    """Auxiliary loss of a model: its experts, experts per token, and the place of its factor."""
+    """Auxiliary loss of a model: its experts, experts per token, and the attribute with its factor."""
 
     num_experts: int
     num_chosen: int
@@ -43,7 +43,7 @@ class RouterLoss(NamedTuple):
         real: Tensor,
         groups: Sequence[dist.ProcessGroup],
     ) -> Tensor:
-        """Compute the loss of all ranks' scores (T, E) of layers and real tokens (T,); its gradient is local."""
+        """Return the loss of all ranks from layers' local scores (T, E) and real tokens (T,); its gradient is local."""
         if not scores:
             raise UnsupportedError(
                 "output_router_logits=True: no layer of this model has a router; leave it out"
@@ -70,7 +70,7 @@ class RouterLoss(NamedTuple):
 
 
 def find_router_loss(view: ModelView) -> RouterLoss | None:
-    """Return the auxiliary loss of the model's own forward, compared on made-up scores, else None."""
+    """Return the auxiliary loss if the model's own forward adds the same on made-up scores, otherwise None."""
     model = view.model
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
     experts, chosen = (

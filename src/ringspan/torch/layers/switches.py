@@ -1,4 +1,4 @@
-"""Switches of modules, as a pass had them: like inputs and weights they decide what a module computes.
+"""Switches of modules, noted in a pass: like inputs and weights, they decide what a module computes.
 
 A recomputation in backward reads them once more: by then another adapter may be active, or the model in evaluation.
 """
@@ -23,7 +23,7 @@ _ABSENT: Final = object()
 
 
 class Switches:
-    """Switches of a module and all parts of it, which stay its own: adapters are not added on a ring."""
+    """Switches of a module and its submodules, which are listed once: adapters are not added on a ring."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = [*module.modules()]

@@ -24,7 +24,7 @@ else:
 
 @dataclass(frozen=True)
 class ModelView:
-    """The parts that checks and changes of a model ask for."""
+    """Parts of a model that checks and changes of it need."""
 
     model: PreTrainedModel
     decoder: PreTrainedModel

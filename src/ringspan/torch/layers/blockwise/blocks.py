@@ -28,7 +28,7 @@ _Run = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class RouterRecorder:
-    """Collector of router scores (T, E); transformers' own sees blocks of tokens singly and without gradients."""
+    """Collector of router scores (T, E); transformers' own would see single blocks, without gradients."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -120,7 +120,7 @@ def kind_of(module: nn.Module) -> object:
 def mixes_tokens(
     module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True
 ) -> str:
-    """Return why a module (C numbers to C or ``gives``) cannot run in blocks, found by trying tokens; or ""."""
+    """Return why a module from C numbers per token to C, or ``gives``, cannot run in blocks, found by trial; or ""."""
     with filled(module):
         return _why_mixed(module, size, gives, trains=trains)
 
@@ -261,7 +261,7 @@ class _Recomputed(torch.autograd.Function):
         hidden: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
+        """Return hidden states and memoryless placeholders (T, E), which receive the gradients of router scores."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
         ctx.autocast, ctx.as_then = (

@@ -49,7 +49,7 @@ def is_its_weight(head: nn.Module) -> bool:
 
 
 def current_copy(head: nn.Module) -> nn.Module:
-    """Return what computes a head that PEFT trains a copy of (``modules_to_save``): the active copy, or the original.
+    """Return the module that computes a head: PEFT's active copy (``modules_to_save``), or the original.
 
     Any other head is its own. A head with hooks is called, so that they run.
     """
@@ -70,7 +70,7 @@ def current_copy(head: nn.Module) -> nn.Module:
 
 
 def in_dtype_for(head: Any, hidden: Tensor) -> Tensor:
-    """Return hidden states in the wider dtype of theirs and of a head's weight, which then is not rounded.
+    """Return hidden states in the wider dtype of theirs and the head's weight's, so that neither is rounded.
 
     Autocast has its own.
     """
