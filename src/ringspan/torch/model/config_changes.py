@@ -1,4 +1,4 @@
-"""Detection of config changes after the model went onto the ring, when the config is read once."""
+"""Detection of config changes after ``parallelize``, which reads the config once."""
 
 import json
 from collections.abc import Iterable

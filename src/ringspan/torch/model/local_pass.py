@@ -28,7 +28,7 @@ def local_hidden_states(
     model: RingModel, input_ids: Tensor, position_ids: Tensor, longest: int, document_lengths: Tensor | None,
     media: Media | None, fold: Fold | None = None, index_loss: IndexLoss | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
+    """Compute hidden states (B, T, C) of local tokens (B, T); ``longest``: tokens of the longest document, unpadded."""
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):
         ring = model.ring_axis
@@ -81,7 +81,7 @@ def local_hidden_states(
 
 
 class Packed:
-    """Documents or tree of each sequence, local positions, and blocks seen both ways, on their way to the layers."""
+    """Documents or tree of each sequence, local positions, and blocks seen both ways, passed on to the layers."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def state_of(module: nn.Module) -> StateFunction | None:
 
 
 def _functions() -> dict[str, StateFunction]:
-    """Return transformers' functions with a state, and those of families, by name."""
+    """Return transformers' and families' functions with a state, by name."""
     found = dict(FUNCTIONS)
     for family in families().values():
         found |= family.states
@@ -119,7 +119,7 @@ def _functions() -> dict[str, StateFunction]:
 
 
 def _own_code_of(module: nn.Module) -> type["OwnState"] | None:
-    """Return what computes a module's state over spans, if the module does so in its own code."""
+    """Return the mixin for a module that computes its state in its own code; None if it calls functions."""
     name = type(module).__name__
     return next(
         (each.stateful[name] for each in families().values() if name in each.stateful),
@@ -216,7 +216,7 @@ def _scanned(
 
 
 class OwnState(Mixin):
-    """Base of what computes a state over spans in place of a module's own code (``Family.stateful``)."""
+    """Base of mixins that compute a state over spans in place of a module's own code (``Family.stateful``)."""
 
     ring_state: StateFunction
 

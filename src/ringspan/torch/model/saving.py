@@ -154,7 +154,7 @@ def stream(
 
 
 def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:
-    """Run work on this rank, and raise on all ranks if it fails on any."""
+    """Call ``work`` on this rank; raise on every rank if it fails on any."""
     with meeting(model.ring_mesh, what):
         work()
 

@@ -42,7 +42,7 @@ DEQUANTISE: Final = (
 
 
 def refuse_weights(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for weights that FSDP2 cannot shard, or steps by one rank's data."""
+    """Raise UnsupportedError for weights that FSDP2 cannot shard, or whose gradient needs the tokens of all ranks."""
     name = type(model).__name__
     if "forward" in vars(model):
         raise UnsupportedError(
@@ -132,7 +132,7 @@ def _refuse_module(name: str, path: str, module: Any) -> None:
 
 
 def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
-    """Refuse a projection that is not packed yet, or chooses columns by all tokens."""
+    """Raise UnsupportedError for a projection that is not packed yet, or treats columns by all tokens' values."""
     state, weight = getattr(module, "state", None), module.weight
     if state is not None and state.threshold > 0:
         raise UnsupportedError(
@@ -197,7 +197,7 @@ def _refuse_mixing(name: str, model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(name: str, model: nn.Module) -> None:
-    """Refuse two parameters over the same memory, which would part; one in two places stays one."""
+    """Raise UnsupportedError for two parameters over the same memory: sharding would separate them."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     parameters = (
         part

@@ -1,4 +1,4 @@
-"""Hugging Face models that the ring runs exactly, judged by their configs; others are refused by name."""
+"""Checks, by config and by trial, that the ring runs a Hugging Face model exactly; other models raise."""
 
 import inspect
 import logging
@@ -170,7 +170,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
 def refuse_route(
     config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1
 ) -> None:
-    """Raise UnsupportedError if a route or dtype is unknown, or misfits ring and heads."""
+    """Raise UnsupportedError for an unknown route or dtype, or one that does not fit the ring and the heads."""
     check_comm_dtype(comm_dtype, "exact")
     if route == "auto":
         return
@@ -322,7 +322,7 @@ def _ways(
 
 
 def is_same(logits: Tensor, expected: Tensor) -> bool:
-    """Return True if logits are equal up to rounding, of a factor before the head or a division."""
+    """Return True if logits are equal up to rounding, for example from a factor applied before the head."""
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     return logits.shape == expected.shape and bool(
         ((logits - expected).abs() <= rounding).all()

@@ -32,7 +32,7 @@ def untie(model: nn.Module) -> None:
 
 
 def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
-    """Share again the parameters of these names if all are still equal; else no weight of the model is shared."""
+    """Share the parameters of these names again if all are still equal; otherwise share no weight of the model."""
     for first, *others in tied:
         kept = model.get_parameter(first)
         if not all(torch.equal(kept, model.get_parameter(name)) for name in others):
@@ -48,7 +48,7 @@ def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
 
 
 def note_untied(config: PreTrainedConfig) -> None:
-    """Let the configs of a model and its parts say that no weights are shared."""
+    """Set tie_word_embeddings to False in the configs of a model and its parts."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     for each in (config, *parts):
         if getattr(each, "tie_word_embeddings", False):

@@ -1,4 +1,4 @@
-"""Choice of an index, on its way from the index to attention and to layers that share it."""
+"""Choice of an index, passed from the index to attention and to layers that share it."""
 
 import inspect
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     def attend(
         self, q: Tensor, latents: Tensor, choice: "Choice", values: slice
     ) -> Tensor:
-        """Attend from q (B, H, T, D) to latents (B, T, C) by a choice, which is made here or was before."""
+        """Attend from q (B, H, T, D) to chosen latents (B, T, C); an index chooses first unless the choice is made."""
         index, chosen = choice.index, choice.chosen
         length = q.shape[2] * dist.get_world_size(self.ring)
         outs: list[Tensor] = []
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
     def attend_heads(
         self, q: Tensor, kv: Tensor, choice: "Choice", values: slice
     ) -> Tensor:
-        """Attend from q (B, H, T, D) to keys and values (B, G, T, C) of each head by its choice, or the common one."""
+        """Attend from q (B, H, T, D) to chosen keys and values (B, G, T, C), chosen for each key head or for all."""
         heads, outs = kv.shape[1], []
         for rows, chosen in zip(self.rows, choice.chosen, strict=True):
             of_heads = (
@@ -101,7 +101,7 @@ class AskedOfCache(NamedTuple):
     def attend(
         self, q: Tensor, latents: Tensor, choice: "Choice", values: slice
     ) -> Tensor:
-        """Attend as ``Asked``, to this rank's share of the latents (B, M, C) and others'."""
+        """Attend like ``Asked.attend``, to the latents that all ranks hold: this rank passes its share (B, M, C)."""
         q, latents = in_autocast(q, latents)
         given = None if choice.index is not None else choice.chosen[0]
         options = {"values": values, "scale": self.scale, "sinks": self.sinks}
@@ -115,7 +115,7 @@ class AskedOfCache(NamedTuple):
     def attend_heads(
         self, q: Tensor, kv: Tensor, choice: "Choice", values: slice
     ) -> Tensor:
-        """Attend from q (B, H, T, D) to this rank's share of keys and values (B, G, M, C) of each head, and others'."""
+        """Attend like ``Asked.attend_heads``, to all ranks' keys and values: this one passes its share (B, G, M, C)."""
         heads, (chosen,) = kv.shape[1], choice.chosen
         of_heads = (
             chosen.flatten(0, 1)
@@ -136,7 +136,7 @@ class Attends(Protocol):
 
 
 class Choice:
-    """Inputs of an index, then its choice, in place of a module's mask or its indices."""
+    """Inputs of an index, and later the keys it chose; modules pass it on like a mask or indices."""
 
     def __init__(self, index: IndexInputs | None, chosen: list[Tensor]) -> None:
         self.index = index
@@ -154,7 +154,7 @@ class Choice:
     def __torch_function__(
         cls, function: object, types: object, args: Any = (), kwargs: object = None
     ) -> Any:
-        """Stand for a mask that a module joins with it, by ``&`` or ``torch.cat``."""
+        """Return the choice where a module combines it with a mask, by ``&`` or ``torch.cat``."""
         found = args[0] if isinstance(args[0], list | tuple) else args
         return next(each for each in found if isinstance(each, Choice))
 
@@ -167,14 +167,14 @@ class Choice:
         qkv: tuple[Tensor, Tensor, Tensor],
         asked: Asked | AskedOfCache,
     ) -> Tensor:
-        """Return attention (B, T, H, v) of queries (B, H, T, D), and keep what they chose."""
+        """Return attention (B, T, H, v) of queries (B, H, T, D), and store the keys they chose."""
         if hasattr(module, "expand_kv"):
             return attend_to_chosen(module, *qkv[:2], self, asked)
         return attend_by_key_head(qkv, self, asked)
 
 
 def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
-    """Take the choice from what a module hands its attention function."""
+    """Return the choice among the arguments that a module passes to its attention function; None if there is none."""
     given = (
         attention_mask,
         kwargs.pop("indices", None),
@@ -184,7 +184,7 @@ def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
 
 
 def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
-    """Return the rows of the current pass, as ``Rows``, with indices on a device.
+    """Return the current pass's slices of the batch, each with the ``Row`` its sequences have, indices on ``device``.
 
     Over a cache, the first rank has inputs of ``tail`` tokens before the new ones.
     """
@@ -286,7 +286,7 @@ def absorbed_attention(
 def attend_by_key_head(
     qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked | AskedOfCache
 ) -> Tensor:
-    """Attend to key heads as to sequences of their own, each with its queries and its choice, or the common one."""
+    """Attend with each key head as a separate sequence: its queries, and its own choice or the common one."""
     kv, size = torch.cat(qkv[1:], -1), qkv[1].shape[-1]
     return asked.attend_heads(qkv[0], kv, choice, slice(size, kv.shape[-1])).transpose(
         1, 2

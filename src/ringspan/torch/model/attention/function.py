@@ -283,6 +283,6 @@ def _has_scale(module: object) -> bool:
 
 
 def _scaled(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Scale queries (B, H, T, D) by their positions (B, T), as the layer's family says."""
+    """Return queries (B, H, T, D) times the layer's factors for their positions (B, T)."""
     factors = module.ring_query_scale(positions)[:, None, :, None]
     return (query * factors.to(query.device)).to(query.dtype)

@@ -62,13 +62,13 @@ def refuse_index_loss(
 
 
 def teaches_index(model: RingModel) -> bool:
-    """Return whether a pass teaches indexes: any that keeps gradients."""
+    """Return True if a pass trains indexes, as every pass with gradients does."""
     # Evaluation mode counts as well: ``from_pretrained`` returns models in it, and the loss has the same value.
     return model.ring_step.index_loss != "none" and torch.is_grad_enabled()
 
 
 def is_learning() -> bool:
-    """Return whether indexes learn in this pass, also while it is computed again without autograd."""
+    """Return True if indexes learn in this pass, also during its recomputation without autograd."""
     now = current_pass()
     return now is not None and now.index_loss is not None
 
@@ -89,7 +89,7 @@ def note_divergence(index: IndexInputs, loss: Tensor) -> None:
 def index_loss(
     learning: IndexLoss, targets: Tensor, count: int, groups: list[dist.ProcessGroup]
 ) -> Tensor:
-    """Return the loss of all ranks, whose gradient is local: each adds its queries' and its keys'."""
+    """Return the loss summed over all ranks; each rank's gradient is that of its own queries and keys."""
     total = torch.stack(learning.take()).sum()
     counts = torch.stack((learning.real.sum(), (targets != IGNORED).sum())).to(total)
     total, real, valid = Sum.apply(torch.cat((total[None], counts)), groups).unbind()

@@ -80,7 +80,7 @@ class Index(Mixin):
     ) -> Choice:
         """Return an index's inputs, given queries (B, T, H, D): rotated queries and keys, and head weights (B, T, H).
 
-        ``turns``: cosines and sines, None if they are applied already. Keys (B, T, D) are the local tokens'; over a
+        ``turns``: cosines and sines, None if the index uses no positions. Keys (B, T, D) are the local tokens'; over a
         cache they are added to it, and this rank's whole share takes their place.
         """
         k = (
@@ -176,7 +176,7 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
 def take_over_index(
     decoder: Any, modules: Iterable[Any], *, sends_latents: bool = True
 ) -> None:
-    """Put this library's index, and attention to what it chooses, into modules; a route may carry no latents."""
+    """Put mixins before the modules of an index and its attention, so that a ring chooses and fetches the keys."""
     index = family_of(decoder.config).index
     for module in modules:
         assert index is not None, "these modules are of its family"

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of transformers' modules, whose latents travel where keys and values would.
+"""Multi-head latent attention of transformers' modules: latents are sent in place of keys and values.
 
 Modules compress a token's keys and values to R numbers and a rotary part of P, and expand both for each of H heads.
 """
@@ -29,7 +29,7 @@ class LatentAttention(Mixin):
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latents (B, 1, T, R) as keys and the rotary part (B, 1, T, P) as values.
 
-        Of a cache, whose tokens outnumber the queries by far, return both as keys and the latents as values.
+        Over a cache, whose tokens far outnumber the queries, return both as keys and the latents as values.
         """
         turn = current_turn()
         if turn is None:
@@ -47,7 +47,7 @@ def route_of(config: StepConfig, ranks: int) -> Route:
 def latent_modules(
     decoder: nn.Module, mesh: DeviceMesh, config: StepConfig
 ) -> list[nn.Module]:
-    """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
+    """Return the modules that send latents: their route sends keys and values, and latents have fewer numbers."""
     ranks = mesh.get_group("ring").size()
     if not sends_latents(
         config, route_of(config, ranks), ranks, has_tp=tensor_axis(mesh) is not None
@@ -79,7 +79,7 @@ def send_latents(modules: Iterable[nn.Module], config: StepConfig) -> None:
 
 
 def absorbs(module: object, turn: Turn) -> bool:
-    """Return whether queries over a cache are multiplied into the space of latents: a few, that every rank has."""
+    """Return True if queries over a cache are multiplied into latent space: a few tokens, computed on every rank."""
     return (
         isinstance(module, LatentAttention)
         and module.ring_absorbs
@@ -88,7 +88,7 @@ def absorbs(module: object, turn: Turn) -> bool:
 
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
-    """Return the matrix (H, n + v, R) that expands latents; None for a module that has expanded them itself."""
+    """Return the matrix (H, n + v, R) that expands latents; None if the module has expanded them itself."""
     hands_latents = isinstance(module, LatentAttention) or _sends_latents(module)
     return expansion(module, query, latents) if hands_latents else None
 
@@ -100,9 +100,9 @@ def _sends_latents(module: nn.Module) -> bool:
 def parts_to_send(
     module: Any, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what travels of a module whose queries attend to all that they see.
+    """Return the keys and values that a module sends if its queries attend to every key they see.
 
-    Of latents with their rotary part, these two; on a route that carries none, keys and values of all heads.
+    These are latents and their rotary part; on a route that sends no latents, the expanded keys and values.
     """
     if not hasattr(module, "expand_kv"):
         return key, value

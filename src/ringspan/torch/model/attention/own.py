@@ -15,7 +15,7 @@ from ringspan.torch.layers.view import ModelView
 
 
 class OwnAttention(Mixin):
-    """Base of what hands a module's queries, keys and values to the ring in place of its own products and softmax.
+    """Base of mixins that pass a module's queries, keys and values to the ring in place of its own attention.
 
     A subclass stands before the class of the module, so that ``self`` is the module: it overrides the method that
     computes attention, and calls ``attend`` in it (``Family.attention``).
@@ -23,7 +23,7 @@ class OwnAttention(Mixin):
 
     ring_implementation: str
     ring_needs: tuple[str, ...] = ()
-    """Attributes by which a module is known to be the one that this was written for."""
+    """Attributes that a module must have; without them the mixin is not for its release of transformers."""
 
     def attend(
         self: Any,
@@ -86,7 +86,7 @@ class InlineAttention(OwnAttention):
 
 
 def own_attention(decoder: PreTrainedModel) -> dict[nn.Module, type[OwnAttention]]:
-    """Return the modules with attention in their own code, and what hands it to the ring."""
+    """Return the modules with attention in their own code, each with the mixin that passes it to the ring."""
     known: Mapping[str, Any] = family_of(decoder.config).attention
     found: dict[nn.Module, type[OwnAttention]] = {}
     for module in decoder.modules() if known else ():

@@ -40,7 +40,7 @@ from ringspan.torch.model.attention.choice import (
 def choice_of_rows(
     chosen: Callable[[slice, Row], Tensor], device: torch.device
 ) -> Choice:
-    """Return the choice of a pass without a cache: of each row, from a part of the batch and what it sees."""
+    """Return the choice of a pass without a cache; ``chosen(part, row)`` gives it for each slice of the batch."""
 
     def of_row(part: slice, row: Row) -> tuple[Tensor]:
         return (packed(chosen(part, row), row.length),)
@@ -57,14 +57,14 @@ Pool = Callable[[Tensor, slice, Windows], Tensor]
 def entries_of_row(
     x: Tensor, part: slice, row: Row, size: int, reach: int, pool: Pool
 ) -> tuple[Windows, Tensor]:
-    """Return a row's windows of inputs (B, T, C), and the entries that are made here."""
+    """Return a row's windows of inputs (B, T, C), and the entries that this rank computes."""
     windows = windows_of(row, size, reach)
     tokens = fetched(x[part], windows.inputs, group_now())
     return windows, pool(at_columns(tokens, windows.columns), part, windows)
 
 
 class HeldEntries(NamedTuple):
-    """Entries of a row over a cache: all of them, or this rank's, of these numbers."""
+    """Entries of a row over a cache: all of them if ``numbers`` is None, otherwise this rank's."""
 
     part: slice
     windows: Windows
@@ -75,7 +75,7 @@ class HeldEntries(NamedTuple):
 def entries_of_cache(
     x: Tensor, size: int, reach: int, pool: Pool, pools: Any
 ) -> list[HeldEntries]:
-    """Add entries that end with new tokens (B, T, C) to a cache; return each row's."""
+    """Add the entries that new tokens (B, T, C) complete to a cache; return each row's entries."""
     turn = current_turn()
     assert turn is not None, "there is a cache"
     rows, first = rows_now(x.device, pools.count), turn.start // size

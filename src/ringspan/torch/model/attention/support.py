@@ -19,7 +19,7 @@ _TRIAL: Final = "ringspan_trial"
 
 
 def refuse_attention(view: ModelView) -> None:
-    """Raise UnsupportedError if the ring cannot take over attention, in doubt tried out on two tokens."""
+    """Raise UnsupportedError if the ring cannot take over attention; if it is not declared, two tokens are tried."""
     name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
         is_decoder = getattr(module, "is_decoder", None)

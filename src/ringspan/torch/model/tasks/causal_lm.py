@@ -68,7 +68,7 @@ class Asked(Enum):
 
 @dataclass
 class LearningOutput(MoeCausalLMOutputWithPast):
-    """Output of a pass whose indexes learn; ``loss`` has their gradients, and leaves out their value."""
+    """Output of a pass whose indexes learn; ``loss`` includes their gradient but not their value."""
 
     index_loss: Tensor | None = None
 
@@ -270,7 +270,7 @@ def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor
 def gathered_tokens(
     model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None
 ) -> Tensor:
-    """Return the results (B, ``length``, ...) of all tokens on every rank of the ring, given the local ones'."""
+    """Gather local results (B, T, ...) of tokens into all tokens' (B, ``length``, ...), on every rank of the ring."""
     ring = model.ring_axis
     split = BatchLayout.of(
         model.ring_layout, length, ring.size(), document_lengths, model.ring_folds
@@ -341,7 +341,7 @@ def _cross_entropy(
 
 
 def _refuse_head(model: RingModel, head: nn.Module, *, is_split: bool) -> None:
-    """Refuse a head that is now more than its weight, if its blocks would be wrong."""
+    """Raise UnsupportedError if hooks or adapters were added to the head and it cannot be called on blocks."""
     if is_split:
         raise UnsupportedError(
             f"the head ({type(head).__name__}) has hooks or adapters, and tp splits its vocabulary; use tp=1"

@@ -1,4 +1,4 @@
-"""Classifiers on a ring, with L logits of a sequence's last token, on whichever rank, or of each token."""
+"""Classifiers on a ring: L logits of each sequence's last token, which any rank may hold, or of each token."""
 
 import inspect
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def refuse_classifier(view: ModelView) -> None:
 
 @torch.no_grad()
 def _try_head(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Refuse a classifier that does more than head and pool, tried out on hidden states."""
+    """Raise UnsupportedError for a classifier that does more than head and pooling, tried on made-up hidden states."""
     name, head = type(model).__name__, getattr(model, LABELS)
     like = next(head.parameters())
     padding = model.config.get_text_config().pad_token_id

@@ -31,7 +31,7 @@ _OF_TOKENS: Final = ("input_ids", "position_ids", "shift_labels", "real_tokens")
 
 
 def refuse_folds(view: ModelView, config: StepConfig) -> None:
-    """Raise what does not go with ``folds``.
+    """Raise for options and models that do not work with ``folds``.
 
     Raises:
         UnsupportedError, ConfigError, LayoutError: naming it, and what would.
@@ -55,7 +55,7 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
 def in_folds(
     model: RingModel, call: Callable[..., Any], arguments: dict[str, Any]
 ) -> Tensor:
-    """Return the loss of a pass in folds, or what it computes of each local token. Differentiable.
+    """Return the differentiable loss of a pass in folds, or its numbers of each local token.
 
     Args:
         model: a ``RingCausalLM``.
@@ -92,7 +92,7 @@ class _Folded(torch.autograd.Function):
 
 
 class _Pass:
-    """A pass in folds, and what its backward needs."""
+    """A pass in folds, with the switches and random states that its backward needs."""
 
     def __init__(
         self,

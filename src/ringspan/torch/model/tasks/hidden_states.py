@@ -75,7 +75,7 @@ def refuse_headless(view: ModelView) -> None:
 
 @torch.no_grad()
 def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
-    """Check on four made-up tokens that the last one does not change earlier ones."""
+    """Raise UnsupportedError if, of four made-up tokens, the last one changes earlier hidden states."""
     like = next(decoder.parameters())
     if like.is_meta:
         return
@@ -152,7 +152,7 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
 
 
 def _without_cache(module: Any) -> dict[str, bool]:
-    """Return the arguments that turn off a cache, which the config may ask for in every pass."""
+    """Return the arguments that turn the cache off if the decoder has one: its config may turn it on."""
     taken = inspect.signature(forward_of(module)).parameters
     # From transformers 5.24 on, a decoder takes ``use_cache`` as a variable keyword argument.
     takes_more = any(each.kind is each.VAR_KEYWORD for each in taken.values())

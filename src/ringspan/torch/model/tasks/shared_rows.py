@@ -33,7 +33,7 @@ class SharedRows:
         least: int,
         device: torch.device | None = None,
     ) -> None:
-        """Find what rows share in ``least`` tokens or more.
+        """Build the tree of the rows' common prefixes of at least ``least`` tokens, and this rank's part of it.
 
         Raises:
             UnsupportedError: other keys, as of packed documents; padding on the left that this model's
@@ -81,14 +81,14 @@ class SharedRows:
         self.local["sequence_length"] = torch.tensor(ids.shape[1])
 
     def of_targets(self, local: Tensor) -> Tensor:
-        """Return results (B, S, ...) of the rows' targets, 0 without one, given the local targets' (1, R, ...)."""
+        """Return results (B, S, ...) of the rows' targets from local ones (1, R, ...); 0 at tokens without a target."""
         whole = whole_results(
             local, self.local["tree_targets"], self.count + 1, self.group
         )
         return whole[0][self.results.to(local.device)]
 
     def of_tokens(self, local: Tensor) -> Tensor:
-        """Return the rows' logits (B, S, V), without a meaning on padding, given the local tokens'."""
+        """Return the rows' logits (B, S, V) from the local tokens'; logits of padding mean nothing."""
         split = BatchLayout.of(
             self.layout, self.length, self.group.size(), self.local["document_lengths"]
         )
