@@ -192,7 +192,7 @@ class RingGenerator(RingCausalLM):
         Raises:
             UnsupportedError: a foreign cache, hidden states, embeddings for a prompt; padding or an assistant for
                 layers with states; a model with its own cache for states.
-            PeerMismatch: ranks were given different things, or user code raised on another rank; on every rank.
+            PeerMismatch: on every rank, if arguments differ between ranks or user code raised on another rank.
         """
         refuse_states(self)
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]

@@ -144,7 +144,7 @@ def agreed_options(
 
 
 def _complete(model: RingModel, arguments: dict[str, Any]) -> None:
-    """Fill in transformers' defaults; use a given cache unless the call refuses one."""
+    """Fill in transformers' defaults, and turn use_cache on for a given cache; raise if the call turns it off."""
     given, has_cache = (
         arguments.get("generation_config"),
         arguments.get(OURS) is not None,

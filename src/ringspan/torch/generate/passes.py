@@ -398,7 +398,7 @@ def _sequences(turn: Turn) -> SequencePass:
 
 @contextmanager
 def unchecked(model: nn.Module) -> Iterator[None]:
-    """Disable activation checkpointing, since it makes transformers' layers forget their cache."""
+    """Disable activation checkpointing, because transformers' layers drop their cache under it."""
     modules = [
         module
         for module in model.modules()
@@ -434,7 +434,7 @@ def layer_masks(
 ) -> tuple[Mask, ...]:
     """Return a layer's mask over the cache for each sequence, or one if all agree.
 
-    Tokens of a block see its later ones too.
+    Tokens of a block see the block's later tokens too.
     """
     rows = len(real or blocks or (None,))
     masks: list[Mask] = []

@@ -183,7 +183,7 @@ class RingCache(Cache):
         return [False] * len(linear) if all(linear) else linear
 
     def reserve(self, length: int) -> None:
-        """Allocate this rank's share of ``length`` tokens, since moving keys doubles them."""
+        """Allocate this rank's share of ``length`` tokens at once: moving keys later needs twice the memory."""
         share = -(-length // self.shares.ranks) + BLOCK_TOKENS
         for layer in self.keepers:
             if layer.keeps_all:
@@ -282,7 +282,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
     is_croppable = True
     is_compileable = False
     indexer_position_ids = property(lambda _: None, lambda _, positions: None)
-    """Positions of all tokens, from which Qwen4-exp would turn its pools again."""
+    """Positions of all tokens, with which Qwen4-exp would rotate its pools again."""
 
     def __init__(self, cache: RingCache, kind: LayerMask | None) -> None:
         self._cache = cache

@@ -30,13 +30,13 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Reader(NamedTuple):
-    """Model that read a cache's content, with all but tokens that keys depend on."""
+    """Model that read a cache's tokens, with everything else that keys depend on."""
 
     model: "weakref.ref[Any]"
     adapters: tuple[str, ...]
     weights: tuple[Any, ...]
-    """On this rank: the changes that torch and optimizers have counted, and a sample of the numbers, since nobody
-    counts ``parameter.data.copy_`` or ``torch._foreach_add_``."""
+    """On this rank: the changes that torch and optimizers have counted, and a sample of the numbers, since
+    ``parameter.data.copy_`` and ``torch._foreach_add_`` are not counted."""
 
 
 @torch.inference_mode(False)

@@ -1,7 +1,7 @@
 """Entries that pool windows of cached tokens, split over a ring, and inputs of the last tokens for those to come.
 
-Entry w is kept by rank w modulo N and made once. A window that is not full
-yet may lie on several ranks, so every rank keeps what its tokens give, less than one window.
+Entry w is kept by rank w modulo N and made once. A window that is not full yet may lie on several ranks, so every rank
+keeps the inputs of its tokens: less than a window.
 """
 
 from collections.abc import Callable
@@ -76,8 +76,8 @@ class Pools(Tail):
     def add(self, new: Tensor, is_new: Tensor, turn: Turn) -> Tensor:
         """Keep this rank's entries; return them (B, m, E), or all ranks' if queries are split.
 
-        ``new`` (B, k, E) are those from ``turn.start // size`` on; the first is an older one in the rows (B,) that
-        are not ``is_new``. Of split tokens each rank has those that it made, and zeros.
+        ``new`` (B, k, E) are those from ``turn.start // size`` on; the first is an older one in the rows (B,) that are
+        not ``is_new``. If tokens are split, each rank has the entries it computed, and zeros for the others.
         """
         if turn.is_split:
             dist.all_reduce(new, group=turn.group)

@@ -219,7 +219,7 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
 def refuse_unsaved(model: Any, cache: RingCache) -> None:
     """Raise UnsupportedError for a cache with more than keys and values of tokens: states, or pools of an index.
 
-    What an index keeps is seen once the cache has read a token.
+    Pools of an index are known once the cache has read a token.
     """
     if cache.stateful:
         raise UnsupportedError(
