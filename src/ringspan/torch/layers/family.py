@@ -35,12 +35,11 @@ Factors = Callable[[Tensor], Tensor]
 class ChosenKeys:
     """Layers whose queries attend to the keys that an index chooses, or to entries that pool them.
 
-    ``layers``: their names in ``config.layer_types``. ``mixin`` is put before the module ``indexer``, and
-    ``parts`` before modules that also read earlier tokens, by the attribute by which they are known. An index
-    ``pools`` if it chooses pools of keys, counted from a row's first real token; ``rotates_last`` if positions turn
-    the last numbers of a head and not the first; ``learns`` if ``index_loss`` can train it. ``cost`` counts an
-    attention module's index for the planner, given the numbers fetched of each token, and returns None if it does not
-    know the module.
+    ``layers``: their names in ``config.layer_types``. ``mixin`` is put before the module ``indexer``, and ``parts``
+    before modules that also read earlier tokens, by the attribute that identifies them. An index ``pools`` if it
+    chooses pools of keys, counted from a row's first real token; ``rotates_last`` if positions turn the last numbers of
+    a head and not the first; ``learns`` if ``index_loss`` can train it. ``cost`` counts an attention module's index for
+    the planner, given the numbers fetched of each token, and returns None if it does not know the module.
     """
 
     layers: tuple[str, ...] = (

@@ -30,7 +30,7 @@ def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
 
 
 def number_tokens(decoder: PreTrainedModel) -> None:
-    """Make a decoder use global positions, in place, after the rows before tokens (RoBERTa)."""
+    """Make a decoder use global positions, in place, after the unused first rows of its table (RoBERTa)."""
     table: Any
     if not takes_positions(decoder) and (table := numbers_itself(decoder)) is not None:
         mix_in(table, _Told)

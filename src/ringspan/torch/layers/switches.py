@@ -1,6 +1,6 @@
 """Switches of modules, noted in a pass: like inputs and weights, they decide what a module computes.
 
-A recomputation in backward reads them once more: by then another adapter may be active, or the model in evaluation.
+A recomputation in backward reads them again, when another adapter may be active or the model in evaluation mode.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A Hugging Face model's parts, which ``ringspan.torch.model.view`` finds once, and what a ring adds to them."""
+"""Parts of a Hugging Face model, found once by ``ringspan.torch.model.view``, and attributes that a ring adds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class ModelView:
 
     model: PreTrainedModel
     decoder: PreTrainedModel
-    """From tokens to hidden states, the text's in a multimodal model; the model itself if it has none inside."""
+    """Submodel from tokens to hidden states (of the text, in a multimodal model); the model itself if it has none."""
     layers: dict[str, nn.Module]
     """The decoder's layers, units of checkpointing and gathering, by their paths in it."""
     family: Family
-    """What sets the decoder's type apart from transformers' conventions."""
+    """Record of how the decoder's type departs from transformers' conventions."""
     stateful: dict[str, nn.Module]
     """The decoder's modules whose recurrence or convolution is computed over spans, by their paths in it."""
     own_attention: dict[nn.Module, type[Any]]

@@ -248,7 +248,7 @@ class Blockwise:
 class _Recomputed(torch.autograd.Function):
     """Identity that recomputes the blocks in backward; the computation, ``_Computed``, follows it.
 
-    A checkpointed layer's recomputation ends here, so the feed-forward runs twice, not three times.
+    A checkpointed layer's recomputation stops here, so the feed-forward runs twice, not three times.
     """
 
     @staticmethod

@@ -51,7 +51,7 @@ def is_its_weight(head: nn.Module) -> bool:
 def current_copy(head: nn.Module) -> nn.Module:
     """Return the module that computes a head: PEFT's active copy (``modules_to_save``), or the original.
 
-    Any other head is its own. A head with hooks is called, so that they run.
+    Any other head is returned as it is. A head with hooks stays whole, so that its hooks run.
     """
     wrapper: Any = head
     is_wrapper = isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict)
@@ -149,7 +149,7 @@ def called_cross_entropy(
     """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
     ``head``: (1, n, C) -> (1, n, V), token by token; hooks see each block again in backward, with the same dropout.
-    UnsupportedError for ``chunk_vocabulary``, or a head that uses an earlier result which needs a gradient.
+    UnsupportedError for ``chunk_vocabulary``, or a head that uses a result from outside which needs a gradient.
     """
     refuse_blocks_of_vocabulary(head, options.chunk_vocabulary)
     blocks = _Blocks(head, targets, options, hidden.device)
