@@ -1,7 +1,7 @@
 """Weights that several layers share, and copies of them for an adapter that changes these layers differently.
 
-The head of a tied model multiplies by its embedding's weight. An adapter of one of the two, merged into that weight,
-would change the other as well, so that each gets its own copy first.
+The head of a tied model multiplies by its embedding's weight. Merging an adapter of one of them into the weight would
+change the other as well, so each gets its own copy first.
 """
 
 import torch

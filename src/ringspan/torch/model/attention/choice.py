@@ -145,7 +145,7 @@ class Choice:
 
     @property
     def is_of_everything(self) -> bool:
-        """True if queries attend to all that they see, which needs neither an index nor a list."""
+        """True if queries attend to every key they see: neither an index nor a list is needed."""
         return bool(self.chosen) and all(
             chosen.shape[-1] == 0 for chosen in self.chosen
         )

@@ -4,7 +4,8 @@
 
 Probabilities of all heads are summed, normalised and not differentiated: over the keys that the index chose
 (``sparse``), or over all (``dense``), which the layers then attend to. R counts the tokens of all ranks. With
-``num_items_in_batch`` the loss of a batch weighs as much as its targets do. Layers that share a choice teach nothing.
+``num_items_in_batch`` the loss of a batch weighs as much as its targets do. Layers that reuse another layer's choice
+add nothing.
 """
 
 from collections.abc import Sequence

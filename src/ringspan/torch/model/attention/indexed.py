@@ -1,8 +1,8 @@
 """Layers whose queries attend to the keys that an index chooses: DeepSeek-V3.2 and its kin (DSA over MLA).
 
 Transformers' attention hands latents, compressed keys and values of all heads, to ``expand_kv``, and its index's choice
-to the attention function. Here queries are taken to the latents (absorbed), so that a token's 576 numbers travel
-instead of 128 heads' keys and values; the index gives its inputs, since its choice is among the keys of all ranks.
+to the attention function. Here queries are taken to the latents (absorbed), so that ranks send 576 numbers of a token
+instead of 128 heads' keys and values. The index returns its inputs, since it chooses among the keys of all ranks.
 R numbers of a latent, n and v of a head's key (without its rotary part) and value.
 """
 
@@ -34,7 +34,7 @@ from ringspan.torch.model.attention.index_loss import (
 
 class ChoosingAttention(Mixin):
     ring_sends_latents: bool
-    """True if latents travel, False if keys and values, when queries attend to all that they see."""
+    """True if latents are sent, False if keys and values are, when queries attend to every key they see."""
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents with their rotary part (B, 1, T, R + P), as keys and as values."""
@@ -44,7 +44,7 @@ class ChoosingAttention(Mixin):
     def build_attention_mask_from_topk(
         self, topk_indices: object, **_: object
     ) -> object:
-        """Hand the choice on as a mask (GLM-5-Next)."""
+        """Return the choice, which GLM-5-Next passes on as a mask."""
         return topk_indices
 
 
@@ -52,7 +52,7 @@ class Index(Mixin):
     ring_rotates_last: bool
     """True if positions turn the last numbers of a head, not the first."""
     key_numbers = property(lambda self: self.head_dim)
-    """Numbers of a token that travel, and that a cache keeps, for its index."""
+    """Numbers of a token that ranks send, and that a cache keeps, for the index."""
 
     def forward(
         self: Any,

@@ -17,7 +17,7 @@ from ringspan.torch.layers.view import ModelView
 class OwnAttention(Mixin):
     """Base of mixins that pass a module's queries, keys and values to the ring in place of its own attention.
 
-    A subclass stands before the class of the module, so that ``self`` is the module: it overrides the method that
+    A subclass is put before the class of the module, so that ``self`` is the module: it overrides the method that
     computes attention, and calls ``attend`` in it (``Family.attention``).
     """
 

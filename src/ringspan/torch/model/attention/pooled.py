@@ -1,7 +1,7 @@
 """Parts of indexes of blocks and of pooled keys; ``ringspan.families`` has the indexes.
 
-Blocks and pools begin with their document, also in packed and padded rows. Each module computes what its tokens give;
-pools that reach over the border of a span are made by the rank of their last token, of tokens that it fetches.
+Blocks and pools begin with their document, also in packed and padded rows. Each rank computes the entries of its own
+tokens; the rank of a pool's last token fetches the others and computes it.
 """
 
 from collections.abc import Callable, Iterator

@@ -413,10 +413,10 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         where(targets == -100, 0, log_softmax(logits, -1).gather(-1, targets))
 
     Entry i belongs to the target of token i, which is token i + 1; a row's sum is the log-probability of its unmasked
-    tokens. All ranks of a ring compute the same value from the result, whose gradients count once and are summed over
-    replicas, which have their own rows: a mean divides by the examples of all replicas. ``z_loss``, ``label_smoothing``
-    and the auxiliary router loss are left out. Of a tree of segments, entry i is of token i itself, so that the numbers
-    of segment ``s`` are ``logprobs[0].split(segment_lengths)[s]``.
+    tokens. All ranks of a ring compute the same value from the result, and its gradients count once. Replicas have
+    different rows, and gradients are summed over them: a mean divides by the examples of all replicas. ``z_loss``,
+    ``label_smoothing`` and the auxiliary router loss are left out. For a tree of segments, entry i belongs to token i
+    itself, so that segment ``s`` has ``logprobs[0].split(segment_lengths)[s]``.
 
     Args:
         model: from ``parallelize``.
@@ -426,8 +426,9 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         (B, S) in float32 (float64 for a float64 model), S the tokens of each sequence before ``shard_batch``.
 
     Raises:
-        UnsupportedError: a model on no ring; on every rank, a batch without targets, or not from ``shard_batch``.
-        PeerMismatch: ranks were given different batches, or do something else.
+        UnsupportedError: a model that is not from ``parallelize``; on every rank, a batch without targets, or not from
+            ``shard_batch``.
+        PeerMismatch: ranks were given different batches, or make different calls.
     """
     if not isinstance(model, nn.Module) or not any(
         isinstance(part, RingCausalLM) for part in model.modules()

@@ -90,7 +90,7 @@ class RingClassifier(RingCausalLM):
     def ring_bind(
         self: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> inspect.BoundArguments:
-        """Bind a call's arguments to names; raise for labels, log-probabilities, or texts whose ends nothing tells."""
+        """Bind a call's arguments to names; raise for labels, log-probabilities, or rows with an unknown last token."""
         name = class_name(self)
         if kwargs.get("ring_asked") not in (None, Asked.ENDS):
             raise UnsupportedError(
@@ -132,9 +132,9 @@ class RingClassifier(RingCausalLM):
     ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
         """Map local tokens (B, T) to sequence logits (B, L) on every rank, or local token logits (B, T, L).
 
-        A sequence's come from its last token other than ``pad_token_id``, as in transformers; all ranks of a ring
-        compute the same loss of them, whose gradients count once and are summed over replicas. ``attention_mask`` and
-        ``labels`` raise in ``__call__``; they are named for callers that inspect the signature.
+        A sequence's logits come from its last token other than ``pad_token_id``, as in transformers. All ranks of a
+        ring compute the same loss from them; its gradients count once and are summed over replicas. ``attention_mask``
+        and ``labels`` raise in ``__call__``; they are named for callers that inspect the signature.
         """
         assert (
             input_ids is not None

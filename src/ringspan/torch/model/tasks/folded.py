@@ -1,9 +1,9 @@
 """Passes over a sequence in folds: a rank computes one after the other and keeps only its input.
 
 Forward goes from the first fold to the last, without autograd: a fold's tokens see keys and values of earlier folds.
-Backward goes from the last to the first, each computed again with its own backward pass. Gradients of earlier folds'
-keys and values add up there until these have their turn (``ringspan.torch.memory.folds``). FSDP gathers the weights for
-each fold, and sums its gradients over the ranks.
+Backward goes from the last to the first, and recomputes each before its backward pass. Gradients of earlier folds' keys
+and values are accumulated until those folds run (``ringspan.torch.memory.folds``). FSDP gathers the weights for each
+fold, and sums its gradients over the ranks.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
     """Raise for options and models that do not work with ``folds``.
 
     Raises:
-        UnsupportedError, ConfigError, LayoutError: naming it, and what would.
+        UnsupportedError, ConfigError, LayoutError: with the option or layer, and a remedy.
     """
     if config.folds == 1:
         return

@@ -36,8 +36,8 @@ class SharedRows:
         """Build the tree of the rows' common prefixes of at least ``least`` tokens, and this rank's part of it.
 
         Raises:
-            UnsupportedError: other keys, as of packed documents; padding on the left that this model's
-                positions count.
+            UnsupportedError: other keys, for example of packed documents; padding on the left if this model's positions
+                count it.
         """
         if unknown := sorted(set(whole) - _TAKEN):
             raise UnsupportedError(
