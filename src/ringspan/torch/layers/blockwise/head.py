@@ -298,7 +298,7 @@ class _Called(torch.autograd.Function):
         ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor
     ) -> Tensor:
         ctx.save_for_backward(hidden)
-        # Not saved_for_backward: FSDP frees the leaves' memory after forward and fills it again before backward.
+        # Not by save_for_backward: FSDP frees the leaves' memory after forward and fills it again before backward.
         ctx.blocks, ctx.leaves = (
             blocks,
             leaves,
