@@ -316,7 +316,7 @@ def test_projections_of_one_input_sum_its_gradient_once(pool):
             "gemma3n_text",
             2,
             {},
-            "model.layers.0.altup reads the weights of a projection itself",
+            "its AltUp reads the weights of a projection itself",
         ),
         (
             "phi3",
