@@ -1,10 +1,8 @@
 """Words of the source: terms of the field, docstrings without habits of translation, errors with a remedy."""
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from ringspan.core import errors
@@ -87,8 +85,9 @@ REMEDY = re.compile(
 )
 
 
-def nodes(folder: Path) -> Iterator[ast.AST]:
-    return (
+@cache
+def nodes(folder: Path) -> tuple[ast.AST, ...]:
+    return tuple(
         node
         for file in folder.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -113,17 +112,20 @@ def comments() -> list[str]:
     """The comments of the source, a block of lines as one."""
     found: list[str] = []
     for file in SOURCE.rglob("*.py"):
-        before = -1
-        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
-            text = token.string.lstrip("# ")
-            if token.type != tokenize.COMMENT or text.startswith(PRAGMAS):
+        text, before = file.read_text(encoding="utf-8"), -1
+        lines = text.splitlines(keepends=True)
+        for number, line in enumerate(lines):
+            starts_line = line.lstrip().startswith("#")
+            if not starts_line and "  # " not in line:
                 continue
-            starts_line = token.line[: token.start[1]].strip() == ""
-            if starts_line and before == token.start[0] - 1:
-                found[-1] += f" {text}"
+            said = line.partition("#" if starts_line else "  # ")[2].strip("# \n")
+            if said.startswith(PRAGMAS):
+                continue
+            if starts_line and before == number - 1:
+                found[-1] += f" {said}"
             else:
-                found.append(text)
-            before = token.start[0] if starts_line else -1
+                found.append(said)
+            before = number if starts_line else -1
     return found
 
 

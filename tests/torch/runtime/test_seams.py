@@ -31,10 +31,11 @@ OTHERS = {
 
 
 def private_names() -> set[str]:
-    """The private attributes that ``ringspan.torch`` takes from objects other than its own ``self``."""
+    """The private attributes that ``ringspan.torch`` and families take from objects other than its own ``self``."""
     nodes = (
         node
-        for path in SOURCE.rglob("*.py")
+        for folder in (SOURCE, SOURCE.parent / "families")
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     )
     taken = (
