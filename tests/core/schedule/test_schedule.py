@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -87,6 +87,7 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
 @given(
     layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES)
 )
+@example(rs.Layout("striped", 8, 3), rs.causal(), "bidirectional")
 @examples(200)
 def test_blocks_carry_needed_keys_and_gradients_arrive_once(layout, mask, route):
     assume(exists(route, layout.ranks))
