@@ -39,8 +39,9 @@ class Mutant(NamedTuple):
         assert len(places) == 1, (
             f"{self.name}: the code it changes occurs {len(places)} times in {self.file}"
         )
-        place = places[0]
-        return source[: place.start()] + self.new + source[place.end() :]
+        # The code begins where its first word does, and so does what stands there instead.
+        place, indent = places[0], len(self.old) - len(self.old.lstrip())
+        return source[: place.start()] + self.new[indent:] + source[place.end() :]
 
 
 BUGS: Final = Path(__file__).with_name("bugs.txt").read_text()
