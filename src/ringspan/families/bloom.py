@@ -24,12 +24,7 @@ def doubling_slopes(heads: int, like: Tensor) -> Tensor:
 class _Bloom(InlineAttention):
     """BLOOM: ALiBi, with the residual inside."""
 
-    ring_needs = (
-        "_reshape",
-        "query_key_value",
-        "dense",
-        "inv_norm_factor",
-    )
+    ring_needs = ("_reshape", "query_key_value", "dense", "inv_norm_factor")
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         hidden = given["hidden_states"]
@@ -45,12 +40,7 @@ class _Bloom(InlineAttention):
 class _Falcon(InlineAttention):
     """Falcon: shared key/value heads, with rotary positions or ALiBi."""
 
-    ring_needs = (
-        "_split_heads",
-        "query_key_value",
-        "dense",
-        "inv_norm_factor",
-    )
+    ring_needs = ("_split_heads", "query_key_value", "dense", "inv_norm_factor")
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         """Return the attention output (B, T, C) and no weights, as ``FalconAttention.forward`` does.

@@ -11,9 +11,7 @@ from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.selection import EVERYTHING, Index
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.cached import (
-    attend_to_both,
-)
+from ringspan.torch.attention.index.cached import attend_to_both
 from ringspan.torch.attention.index.chosen import (
     IndexInputs,
     all_seen,

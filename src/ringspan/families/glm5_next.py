@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ringspan.core.selection import Index
-from ringspan.torch.attention.index.chosen import (
-    IndexInputs,
-)
+from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.family import ChosenKeys, Family
@@ -20,6 +18,7 @@ from ringspan.torch.model.attention.choice import (
 )
 from ringspan.torch.model.attention.pooled import (
     choose_pools,
+    cost_of_pools,
 )
 
 
@@ -66,22 +65,16 @@ class GatedPools(Mixin):
 
 
 def _cost(module: Any, token: int) -> Index | None:
-    """Count an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
     if not isinstance(module.indexer, GatedPools):
         return None
     of: Any = module.indexer
-    size = of.index_kpool
-    topk = of.index_topk // size
-    return Index(
-        topk=topk,
-        token=token,
-        scored=round(of.n_heads * size * of.key_numbers),
-        key=of.key_numbers,
-        tail=(size - 1, 2 * of.head_dim),
-        size=size,
-        keys=size,
-        others=(size - 1) / 2,
-        kept=topk * size + size - 1,
+    return cost_of_pools(
+        of,
+        token,
+        heads=of.n_heads,
+        size=of.index_kpool,
+        topk=of.index_topk // of.index_kpool,
+        inputs=2 * of.head_dim,
     )
 
 

@@ -8,9 +8,7 @@ from torch import Tensor
 from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.core.selection import Index
 from ringspan.torch.attention.cached import current_turn
-from ringspan.torch.attention.index.cached import (
-    choose_blocks_of_cache,
-)
+from ringspan.torch.attention.index.cached import choose_blocks_of_cache
 from ringspan.torch.attention.index.chosen import (
     Blocks,
     choose_blocks,
@@ -28,9 +26,7 @@ from ringspan.torch.model.attention.choice import (
     group_now,
     rotation_of,
 )
-from ringspan.torch.model.attention.pooled import (
-    choice_of_rows,
-)
+from ringspan.torch.model.attention.pooled import choice_of_rows
 
 
 class BlockIndex(Mixin):

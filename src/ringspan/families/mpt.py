@@ -11,12 +11,7 @@ from ringspan.torch.model.attention.own import InlineAttention
 class _Mpt(InlineAttention):
     """MPT: ALiBi, with interleaved slopes unless heads are a power of two."""
 
-    ring_needs = (
-        "Wqkv",
-        "out_proj",
-        "softmax_scale",
-        "clip_qkv",
-    )
+    ring_needs = ("Wqkv", "out_proj", "softmax_scale", "clip_qkv")
 
     def computed(self: Any, given: dict[str, Any]) -> tuple[Tensor, None]:
         """Return the attention output (B, T, C) and no weights, as ``MptAttention.forward`` does."""

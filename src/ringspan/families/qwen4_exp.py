@@ -7,12 +7,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ringspan.core.selection import Index
-from ringspan.torch.attention.index.chosen import (
-    IndexInputs,
-)
-from ringspan.torch.attention.index.windows import (
-    at_columns,
-)
+from ringspan.torch.attention.index.chosen import IndexInputs
+from ringspan.torch.attention.index.windows import at_columns
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.family import ChosenKeys, Family
 from ringspan.torch.layers.modules import Mixin
@@ -23,6 +19,7 @@ from ringspan.torch.model.attention.choice import (
 )
 from ringspan.torch.model.attention.pooled import (
     choose_pools,
+    cost_of_pools,
     tokens_before,
 )
 
@@ -85,21 +82,16 @@ class PooledIndex(Mixin):
 
 
 def _cost(module: Any, token: int) -> Index | None:
-    """Count an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
     if not isinstance(module.indexer, PooledIndex):
         return None
     of: Any = module.indexer
-    size, topk = of.compress_ratio, of.block_topk
-    return Index(
-        topk=topk,
-        token=token,
-        scored=round(of.index_n_heads * size * of.key_numbers),
-        key=of.key_numbers,
-        tail=(size - 1, 3 * of.index_head_dim),
-        size=size,
-        keys=size,
-        others=(size - 1) / 2,
-        kept=topk * size + size - 1,
+    return cost_of_pools(
+        of,
+        token,
+        heads=of.index_n_heads,
+        size=of.compress_ratio,
+        topk=of.block_topk,
+        inputs=3 * of.index_head_dim,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringspan.core.selection import Index
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.cached import (
@@ -160,3 +161,23 @@ def tokens_before(
     for part, row in rows:
         fetch, columns = before(row, reach)
         yield fetched(x[part], fetch, group_now()), columns
+
+
+def cost_of_pools(
+    index: Any, token: int, *, heads: int, size: int, topk: int, inputs: int
+) -> Index:
+    """Count an index of pools of ``size`` tokens for the planner; a query also attends to those after its last pool.
+
+    ``token``: numbers fetched of each token that is attended to; ``inputs``: of one that no pool has yet.
+    """
+    return Index(
+        topk=topk,
+        token=token,
+        scored=round(heads * size * index.key_numbers),
+        key=index.key_numbers,
+        tail=(size - 1, inputs),
+        size=size,
+        keys=size,
+        others=(size - 1) / 2,
+        kept=topk * size + size - 1,
+    )
