@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 import ringspan as rs
@@ -74,3 +75,30 @@ def test_a_mask_of_a_family_is_that_of_its_layers(pool):
             assert relative(loss, expected) < 1e-12
             for name, gradient in gradients.items():
                 assert relative(found[name], gradient) < 1e-11, name
+
+
+def asked_for_more(mesh: Any) -> None:
+    families.register(FAMILY, replace=True)
+    try:
+        model = rs.parallelize(build("llama"), mesh)
+        positions = torch.cat([torch.arange(20), torch.arange(17)])[None]
+        batch = {"input_ids": tokens(), "labels": tokens(), "position_ids": positions}
+        model(**rs.shard_batch(batch, mesh))
+    finally:
+        registry._registered.clear()
+
+
+def test_what_a_mask_does_not_define_raises(pool):
+    for outcome in pool.outcomes(asked_for_more, 2):
+        assert isinstance(outcome, rs.UnsupportedError)
+        assert "packed documents; define WithSinks.of_documents" in str(outcome)
+    mask = WithSinks(window=WINDOW)
+    for use in (lambda: mask.num_pairs(8), lambda: mask.over_cache(0, 8, None)):
+        with pytest.raises(rs.UnsupportedError, match="define WithSinks"):
+            use()
+
+
+def test_masks_that_differ_have_texts_that_differ():
+    """By them a compiled layer finds its own."""
+    masks = [WithSinks(window=6), WithSinks(window=6, sinks=4), LayerMask(window=6)]
+    assert len({mask.text for mask in masks}) == 3

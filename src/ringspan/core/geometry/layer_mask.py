@@ -1,10 +1,12 @@
 """Masks of a model's layers in any text: all earlier keys, a window of the last ones, or the query's own chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Never
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.mask import (
     UNBOUNDED,
     Mask,
@@ -31,17 +33,27 @@ class LayerMask:
     - ``LayerMask(window=w)``: keys at i - w + 1 to i;
     - ``LayerMask(chunk=c)``: keys from ``i // c * c`` to i (Llama 4).
 
-    A layer has a window or a chunk, not both. All that follows from them is answered here; a subclass for another
-    pattern overrides ``reach``, ``of_document``, ``of_documents``, ``of_tree``, ``over_cache`` and ``num_pairs``.
+    A layer has a window or a chunk, not both. All that follows from them is answered here. A subclass for another
+    pattern overrides ``of_document``, and what else it is asked for of ``reach``, ``of_documents``, ``of_tree``,
+    ``over_cache`` and ``num_pairs``: those that it leaves out raise UnsupportedError, since a window's answer is not
+    its own.
     """
 
     window: int | None = None
     chunk: int | None = None
 
-    @property
-    def text(self) -> str:
-        """The name by which an operator, which takes plain values alone, finds the mask again."""
-        return f"{type(self).__name__} {self.window} {self.chunk}"
+    if TYPE_CHECKING:
+        text: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        for name, use in _USES.items():
+            if getattr(cls, name) is getattr(LayerMask, name):
+                setattr(cls, name, _refusing(name, use))
+
+    def __post_init__(self) -> None:
+        # An operator takes plain values, and finds the mask again by this text. It is made here, since programs that
+        # read it are not traced through ``repr``.
+        vars(self)["text"] = repr(self)
 
     @property
     def reach(self) -> int | None:
@@ -132,6 +144,27 @@ class LayerMask:
             return _window_pairs(length, self.window)
         whole, rest = divmod(length, self.chunk)
         return whole * _window_pairs(self.chunk, None) + _window_pairs(rest, None)
+
+
+_USES = {
+    "reach": "caches and plans",
+    "of_documents": "packed documents",
+    "of_tree": "trees of segments",
+    "over_cache": "generation",
+    "num_pairs": "plans",
+}
+
+
+def _refusing(name: str, use: str) -> property | Callable[..., Never]:
+    """Return what stands for an answer that a subclass does not give."""
+
+    def refuse(self: LayerMask, *_: object) -> Never:
+        kind = type(self).__name__
+        raise UnsupportedError(
+            f"{kind} is asked for a mask of {use}; define {kind}.{name}, or leave them out"
+        )
+
+    return property(refuse) if name == "reach" else refuse
 
 
 CAUSAL = LayerMask()

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -267,7 +266,7 @@ def _kind_of_layer(
             )
         kind = kinds[layer or 0]
     if asked is UNSAID:
-        return kind if kind.window in masked else replace(kind, window=None)
+        return kind if kind.window is None or kind.window in masked else CAUSAL
     if asked != kind.window:
         number = getattr(module, "layer_idx", None)
         does = LayerMask(window=asked).in_words
