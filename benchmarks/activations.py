@@ -30,7 +30,7 @@ from ringspan.measure.machine import describe_machine, timed
 from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.cost.setting import Setting
 from ringspan.report.drawing import svg
-from ringspan.torch.layers.blockwise.blocks import run_in_blocks
+from ringspan.torch.model.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.runtime.launch import launch
 
 ROOT: Final = Path(__file__).parents[1]

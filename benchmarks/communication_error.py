@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
-from tests.torch.attention.test_ring import Problem
+from tests.torch.engine.attention.test_ring import Problem
 
 RESULT: Final = Path(__file__).parent / "results" / "communication-error-cpu.json"
 RESULTS: Final = ("out", "dq", "dk", "dv")

@@ -30,11 +30,11 @@ from ringspan.measure.machine import describe_machine, peak_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import host_bytes
 from ringspan.plan.model.configs import from_config
-from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.engine.transport.clock import synchronize
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.torch.transport.clock import synchronize
+from ringspan.torch.shard_batch import shard_batch
 
 OptionsName = Literal["on", "off"]
 # Everything that keeps activations small, and nothing of it: whole logits, whole layers.

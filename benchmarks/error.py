@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
-from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem
+from tests.torch.engine.attention.test_ring import FLOAT32_LIMIT, Problem
 
 RESULT: Final = Path(__file__).parent / "results" / "error-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "error.svg"

@@ -22,11 +22,11 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.kernel_launches import KernelLaunches, bands
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.machine import describe_machine
-from ringspan.torch import kernels
-from ringspan.torch.attention import ring
-from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import Memory, Scores
-from ringspan.torch.transport.protocol import FakeTransport, Nobody
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.attention import ring
+from ringspan.torch.engine.attention.spec import AttentionSpec
+from ringspan.torch.engine.kernels.contract import Memory, Scores
+from ringspan.torch.engine.transport.protocol import FakeTransport, Nobody
 
 RESULT: Final = Path(__file__).parent / "results" / "host-cpu.json"
 REPEATS: Final = 300

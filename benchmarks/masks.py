@@ -28,8 +28,8 @@ import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.machine import describe_machine
+from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.runtime.launch import launch
-from ringspan.torch.transport.exchange import COUNTERS
 
 RESULT: Final = Path(__file__).parent / "results" / "masks-cpu.json"
 RANKS: Final = 2

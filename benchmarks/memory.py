@@ -25,10 +25,10 @@ from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import describe_machine
 from ringspan.measure.trace.tracker import MemoryTracker, held_activations, train_step
 from ringspan.report.drawing import svg
-from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.torch.shard_batch import shard_batch
 
 VariantName = Literal["plain", "chunks", "offload"]
 # What is added to a checkpoint policy; offloading goes without "none", which leaves nothing to offload.

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ringspan.torch.transport.exchange import Exchange, TensorSpec
+from ringspan.torch.engine.transport.exchange import Exchange, TensorSpec
 
 LINK: Final = "ring"  # the name of the end of a link, each in its own namespace
 

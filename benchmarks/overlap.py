@@ -43,7 +43,7 @@ from benchmarks.namespaces import (
     swap,
 )
 from ringspan.measure.machine import describe_machine, timed
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "overlap.svg"

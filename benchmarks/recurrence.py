@@ -28,14 +28,14 @@ import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.recurrence.spans import places_of
 from ringspan.measure.machine import describe_machine, timed
-from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.engine.recurrence.current import SequencePass
+from ringspan.torch.engine.recurrence.recurrence import convolution, recurrence
+from ringspan.torch.engine.transport.exchange import COUNTERS
+from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
-from ringspan.torch.recurrence.current import SequencePass
-from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.runtime.launch import launch
-from ringspan.torch.transport.exchange import COUNTERS
-from tests.torch.recurrence.layers import LAYERS, inputs
-from tests.torch.recurrence.models import module_of
+from tests.torch.engine.recurrence.layers import LAYERS, inputs
+from tests.torch.engine.recurrence.models import module_of
 
 RESULTS: Final = Path(__file__).parent / "results"
 RANKS: Final = (1, 2, 4, 8, 16)

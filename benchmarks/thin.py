@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch
-from ringspan.torch.kernels import KERNELS, registered
-from ringspan.torch.kernels.contract import (
+from ringspan.torch.engine.kernels import KERNELS, registered
+from ringspan.torch.engine.kernels.contract import (
     BackwardInputs,
     InPlace,
     Kernel,

@@ -33,9 +33,9 @@ from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import whole
 from ringspan.gpu.support import interprets_triton
 from ringspan.measure.machine import describe_machine
-from ringspan.torch.kernels.contract import BackwardInputs, Scores
-from ringspan.torch.kernels.local import triton_attention
-from ringspan.torch.kernels.partials import triton_merge
+from ringspan.torch.engine.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.engine.kernels.local import triton_attention
+from ringspan.torch.engine.kernels.partials import triton_merge
 
 RESULT: Final = Path(__file__).parent / "results" / "triton-compiled.json"
 SHARED_BYTES: Final = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -85,7 +85,7 @@ class LlamaConfig:
     """Tokens of the feed-forward and of the loss that are computed at once."""
     layers_per_checkpoint: int = 1
     """Consecutive layers of which only the first keeps its input, see
-    ``ringspan.torch.memory.segments``; it divides all."""
+    ``ringspan.torch.model.memory.segments``; it divides all."""
     kernel: JaxKernelName = "xla"
     """Name of the kernel of a block, see ``ring_attention``."""
 

@@ -1,6 +1,6 @@
 """One long-lived pool of gloo ranks for all distributed tests: starting processes for each case is what makes suites
 slow. On a machine with a GPU, the same tests run on ranks that share it over NCCL (from 2.30 on, see
-test_two_ranks_on_one_gpu.py): ``RINGSPAN_TEST_DEVICE=cuda pytest tests/torch/memory/test_folds.py``.
+test_two_ranks_on_one_gpu.py): ``RINGSPAN_TEST_DEVICE=cuda pytest tests/torch/mechanisms/folds/test_folds.py``.
 """
 
 import faulthandler
@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 import ringspan as rs
+from ringspan.torch.engine.transport import shared_memory as shared
 from ringspan.torch.runtime.forks import settle
 from ringspan.torch.runtime.mesh import make_mesh, take_timeout
-from ringspan.torch.transport import shared_memory as shared
 
 SIZE = 4
 DEVICE = os.environ.get("RINGSPAN_TEST_DEVICE", "cpu")

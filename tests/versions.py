@@ -36,10 +36,10 @@ TOOLS: Final = (
 )
 # What FSDP2, models and trainers of a new release break first, then the rest that depends on them.
 FOLDERS: Final = (
-    "tests/torch/memory",
+    "tests/torch/model/memory",
     "tests/torch/test_parallelize.py",
-    "tests/torch/consistency",
-    "tests/torch/recurrence",
+    "tests/torch/model/consistency",
+    "tests/torch/engine/recurrence",
     "tests/torch/model",
     "tests/torch/generate",
     "tests/measure",
@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.versions",
         description="Run the tests with given releases, by default the newest, and keep which passed.",
-        epilog="Example: python -m tests.versions --torch 2.14.1 --python 3.12 -- tests/torch/memory",
+        epilog="Example: python -m tests.versions --torch 2.14.1 --python 3.12 -- tests/torch/model/memory",
     )
     parser.add_argument(
         "--torch",

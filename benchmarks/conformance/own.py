@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, documents, full, sliding_window
-from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.engine.attention.op import ring_attention
 
 
 def attention(

@@ -14,8 +14,8 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.ring import alone, timed
-from ringspan.torch import kernels
-from ringspan.torch.kernels.contract import Scores
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.kernels.contract import Scores
 
 _KINDS: Final = ("forward", "backward")
 _BACKENDS: Final = {

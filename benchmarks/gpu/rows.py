@@ -66,9 +66,9 @@ def facts(quick: bool) -> dict[str, Any]:
 def kernel_errors(quick: bool) -> dict[str, Any]:
     """Every kernel against float64 on masks of all kinds: its worst relative error, or why it does not serve."""
     import ringspan as rs
-    from ringspan.torch import kernels
-    from ringspan.torch.kernels.contract import Scores
-    from tests.torch.attention.test_ring import Problem
+    from ringspan.torch.engine import kernels
+    from ringspan.torch.engine.kernels.contract import Scores
+    from tests.torch.engine.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = 64 if quick else 1024
@@ -110,7 +110,7 @@ def kernel_errors(quick: bool) -> dict[str, Any]:
 def errors_by_ranks(quick: bool) -> dict[str, Any]:
     """Out, dq, dk and dv against float64 on rings of 1, 8 and 64 virtual ranks: flat, whatever the kernel."""
     import ringspan as rs
-    from tests.torch.attention.test_ring import Problem
+    from tests.torch.engine.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = 64 if quick else 2048
@@ -139,7 +139,7 @@ def errors_by_ranks(quick: bool) -> dict[str, Any]:
 
 def merge(quick: bool) -> dict[str, Any]:
     """The eager merge of a partial into the running result, and the fused one."""
-    from ringspan.torch.kernels.partials.merge import merge_into
+    from ringspan.torch.engine.kernels.partials.merge import merge_into
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = 64 if quick else 8192
@@ -153,7 +153,7 @@ def merge(quick: bool) -> dict[str, Any]:
         "eager_seconds": _seconds(lambda: merge_into(out, lse, new, new_lse)),
     }
     if device == "cuda":
-        from ringspan.torch.kernels.partials import triton_merge
+        from ringspan.torch.engine.kernels.partials import triton_merge
 
         result, many = torch.empty_like(new), [(new, new_lse)] * 8
         found["fused_seconds"] = _seconds(

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from ringspan.measure.cluster.doctor import CASES, serving
-from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
+from ringspan.torch.engine.kernels.device import DeviceRules, ruled_by, rules_of
 
 _EVERY_CUDA: Final = DeviceRules(
     cuts_for_cores=False,

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
         sliding_window,
     )
     from ringspan.core.geometry.tree import tree
-    from ringspan.torch.attention.op import ring_attention
-    from ringspan.torch.data.batch import shard_batch
     from ringspan.torch.data.batch_layout import shard, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
-    from ringspan.torch.data.tree import share_prefixes
+    from ringspan.torch.engine.attention.op import ring_attention
     from ringspan.torch.from_pretrained import from_pretrained
-    from ringspan.torch.memory.adamw import HostAdamW
+    from ringspan.torch.mechanisms.trees.batch import share_prefixes
+    from ringspan.torch.model.memory.adamw import HostAdamW
     from ringspan.torch.model.tasks.causal_lm import token_logprobs
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.foreign_mesh import map_mesh
     from ringspan.torch.runtime.mesh import init_mesh
+    from ringspan.torch.shard_batch import shard_batch
 
 __version__ = "0.1.0"
 
@@ -67,19 +67,19 @@ _NAMES = {
         "sliding_window",
     ),
     "core.geometry.tree": ("tree",),
-    "torch.attention.op": ("ring_attention",),
-    "torch.data.batch": ("shard_batch",),
+    "torch.engine.attention.op": ("ring_attention",),
     "torch.data.cross_entropy": ("blockwise_cross_entropy",),
     "torch.data.loader": ("loader", "sampler"),
     "torch.data.batch_layout": ("shard", "unshard"),
-    "torch.data.tree": ("share_prefixes",),
     "torch.from_pretrained": ("from_pretrained",),
-    "torch.memory.adamw": ("HostAdamW",),
+    "torch.model.memory.adamw": ("HostAdamW",),
+    "torch.mechanisms.trees.batch": ("share_prefixes",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
     "torch.model.tasks.causal_lm": ("token_logprobs",),
     "torch.parallelize": ("parallelize",),
     "torch.runtime.foreign_mesh": ("map_mesh",),
     "torch.runtime.mesh": ("init_mesh",),
+    "torch.shard_batch": ("shard_batch",),
 }
 _MODULES = {
     name: f"ringspan.{module}" for module, names in _NAMES.items() for name in names

@@ -12,7 +12,7 @@ import ringspan as rs
 from benchmarks import context
 from benchmarks.memory import step_bytes
 from benchmarks.thin import thin_attention
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
 from tests.torch.models import build, tokens
 
 

@@ -127,7 +127,7 @@ def test_modules_import_without_extras_except_text_readers(ringspan, tmp_path):
     skipped = (
         *asking,
         "ringspan.gpu",
-        "ringspan.torch.kernels.local.triton_",
+        "ringspan.torch.engine.kernels.local.triton_",
         "ringspan.__main__",
     )
     modules = [

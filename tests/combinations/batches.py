@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tree import Tree
-from tests.torch.data.test_tree import branches
+from tests.torch.mechanisms.trees.test_tree import branches
 
 VOCABULARY: Final = 96  # smaller than the models', and even
 NONE: Final = -100

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import ringspan as rs
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import random_state, restore, run_state
-from ringspan.torch.memory import offload
-from ringspan.torch.memory.adamw import own_state
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
+from ringspan.torch.model.memory import offload
+from ringspan.torch.model.memory.adamw import own_state
 from tests.combinations.batches import (
     VOCABULARY,
     Batch,
@@ -25,10 +25,10 @@ from tests.combinations.batches import (
 )
 from tests.combinations.tables import Draw, options_of, value
 from tests.every_model.hybrids import HYBRIDS, INDEXED
+from tests.torch.engine.recurrence.models import build as build_hybrid
 from tests.torch.float64 import in_float64_of
 from tests.torch.model.test_peft import stir
 from tests.torch.models import build, whole, whole_gradients
-from tests.torch.recurrence.models import build as build_hybrid
 
 STEPS: Final = 2
 # Of a prompt, read in chunks of so many tokens of each rank, of which two are long enough to be split over the ring.

@@ -60,6 +60,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "minimax": _family("minimax", "states", "experts", "no generation"),
     "deepseek_v32": _family("deepseek_v32", "index", "experts"),
     "glm_moe_dsa": _family("glm_moe_dsa", "index", "experts"),
+    "qwen4_exp_text": _family("qwen4_exp_text", "index", "states", "experts"),
 }
 
 MESHES: Final[dict[str, Sizes]] = {
@@ -201,15 +202,11 @@ REFUSALS: Final = (
         lambda draw: _is_in_folds(draw) and draw["layout"] in ("striped", "balanced"),
     ),
     Refusal(
-        "not supported in folds", lambda draw: _is_in_folds(draw) and _is_tree(draw)
+        "does not go with folds", lambda draw: _is_in_folds(draw) and _is_tree(draw)
     ),
     Refusal(
-        "which folds do not take yet",
-        lambda draw: _is_in_folds(draw) and _has(draw, "index"),
-    ),
-    Refusal(
-        "has an index that chooses keys",
-        lambda draw: _is_tree(draw) and _has(draw, "index"),
+        "does not go with layers with an index",
+        lambda draw: (_is_in_folds(draw) or _is_tree(draw)) and _has(draw, "index"),
     ),
     Refusal(
         "for which it has no code",

@@ -6,7 +6,7 @@ import torch
 import ringspan as rs
 from ringspan.core.codec import codec
 from ringspan.core.names import COMM_DTYPE_NAMES
-from ringspan.torch.attention.comm_dtype import sent_as
+from ringspan.torch.engine.attention.comm_dtype import sent_as
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

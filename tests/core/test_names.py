@@ -5,7 +5,7 @@ import torch
 
 import ringspan as rs
 from ringspan.core import names
-from ringspan.torch.kernels import KERNELS
+from ringspan.torch.engine.kernels import KERNELS
 
 
 def test_each_kernel_is_named_once():

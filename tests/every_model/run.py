@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
 from ringspan.plan.model.configs import from_config
-from ringspan.torch.layers.decoder import STATEFUL_LAYERS, has_index, text_config
+from ringspan.torch.model.layers.decoder import STATEFUL_LAYERS, has_index, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
@@ -35,11 +35,11 @@ from tests.every_model.tiny import (
 )
 from tests.pool import Pool
 from tests.torch.float64 import in_float64_of
+from tests.torch.mechanisms.media.models import KINDS as WITH_IMAGES
+from tests.torch.mechanisms.media.models import batch_of
+from tests.torch.mechanisms.media.models import one_process as image_step_of_one
+from tests.torch.mechanisms.media.test_training import ring_step as image_step
 from tests.torch.models import relative, whole_gradients
-from tests.torch.multimodal.models import KINDS as WITH_IMAGES
-from tests.torch.multimodal.models import batch_of
-from tests.torch.multimodal.models import one_process as image_step_of_one
-from tests.torch.multimodal.test_training import ring_step as image_step
 from tests.torch.test_parallelize import restarting
 
 ROOT: Final = Path(__file__).parents[2]

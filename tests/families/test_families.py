@@ -7,9 +7,10 @@ from transformers import AutoConfig
 
 import ringspan as rs
 from ringspan import families
+from ringspan.core import packages
 from ringspan.families import Family, LayerMask, family_of
-from ringspan.torch.layers import family as registry
-from ringspan.torch.layers.decoder import layer_kinds
+from ringspan.torch.model.layers import family as registry
+from ringspan.torch.model.layers.decoder import layer_kinds
 
 MINE = Family(name="Mine", types=("mine",))
 
@@ -72,7 +73,7 @@ def test_what_is_no_family_of_a_free_type_is_refused(family, says):
 
 def brought(monkeypatch, value: str) -> None:
     point = EntryPoint("mine", value, "ringspan.families")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(packages, "entry_points", lambda group: [point])
     registry._installed.cache_clear()
 
 

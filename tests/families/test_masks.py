@@ -9,7 +9,7 @@ import torch
 import ringspan as rs
 from ringspan import families
 from ringspan.families import Family, LayerMask
-from ringspan.torch.layers import family as registry
+from ringspan.torch.model.layers import family as registry
 from tests.torch.models import build, relative, whole_gradients
 
 LENGTH, WINDOW, SINKS = 37, 6, 3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from ringspan.torch.layers import family as registry
+from ringspan.torch.model.layers import family as registry
 from tests.docs.pages import DOCS, blocks
 from tests.torch.models import relative, whole_gradients
 

@@ -424,11 +424,11 @@ def cost(parent: Path, times: int) -> Row:
 def _measure_cost(folder: str, times: int) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ringspan.torch.consistency.watchdog import Watchdog
-    from ringspan.torch.data.batch import shard_batch
+    from ringspan.torch.engine.transport.agreement import agree
+    from ringspan.torch.model.consistency.watchdog import Watchdog
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.mesh import init_mesh
-    from ringspan.torch.transport.agreement import agree
+    from ringspan.torch.shard_batch import shard_batch
     from ringspan.train.config.tables import GuardConfig, WatchdogConfig
     from ringspan.train.guard import Guard
     from ringspan.train.signals import StopRequest

@@ -12,7 +12,7 @@ from transformers import Trainer
 from ringspan.hf import RingConfig
 from tests.cases import long
 from tests.hf.trainers import Ring, arguments, check, train
-from tests.torch.multimodal.models import Example, batch_of, build
+from tests.torch.mechanisms.media.models import Example, batch_of, build
 
 EXAMPLES: list[Example] = [[3, "i", 4], [2, "i", 1, "i", 3], [9], [1, "i", 7]]
 PADDED = {"input_ids": 2, "labels": -100, "mm_token_type_ids": 0}

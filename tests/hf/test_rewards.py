@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ringspan.core.errors import PeerMismatch
 from ringspan.hf.seams import TrainerSeams
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.model.layers.modules import local_part
 from tests.hf.rollouts import fixed, grpo, large_words
 from tests.hf.trainers import SHORT, check, tokenizer, train
 from tests.torch.models import config as config_of

@@ -12,8 +12,8 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from tests.every_model.hybrids import HYBRIDS
+from tests.torch.engine.recurrence.models import build as build_stateful
 from tests.torch.models import build, config, tokens
-from tests.torch.recurrence.models import build as build_stateful
 
 SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
 

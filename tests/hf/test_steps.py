@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.model.layers.modules import local_part
 from tests.cases import long
 from tests.hf.preferences import dpo, kto, orpo, reward
 from tests.hf.rollouts import grpo, rloo

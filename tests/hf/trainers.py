@@ -28,8 +28,8 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 from ringspan.hf import RingConfig, RingTrainerMixin
 from ringspan.torch.model.saving import whole_weights
 from tests.every_model.hybrids import HYBRIDS, INDEXED
+from tests.torch.engine.recurrence.models import build as build_stateful
 from tests.torch.models import build
-from tests.torch.recurrence.models import build as build_stateful
 
 VOCABULARY = 97
 COMMON = {

@@ -20,7 +20,7 @@ from tests.cases import few, long
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, shards
-from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
+from tests.torch.engine.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 
 TORCH_LIMIT = 1e-5
 CUSTOM = rs.CustomLayout.of([[(0, 4)], [(4, 4)]])

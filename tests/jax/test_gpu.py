@@ -14,7 +14,7 @@ import jax, jax.numpy as jnp, torch
 import ringspan as rs
 from tests.jax.rings import attention_and_gradients
 from tests.jax.test_attention import arrays, errors
-from tests.torch.attention.test_ring import Problem
+from tests.torch.engine.attention.test_ring import Problem
 
 jax.config.update("jax_default_matmul_precision", "highest")
 for mask in (rs.causal(), rs.sliding_window(100), rs.documents([200, 7, 493, 300])):

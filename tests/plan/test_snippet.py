@@ -22,10 +22,10 @@ from ringspan.plan.model.configs import MODELS, from_config
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, layouts, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables, train_command
-from ringspan.torch.memory.adamw import HostAdamW
+from ringspan.torch.model.memory.adamw import HostAdamW
 from ringspan.torch.model.view import view_of
+from ringspan.torch.model.weights.loading import auto_class
 from ringspan.torch.parts import check_options
-from ringspan.torch.weights.loading import auto_class
 from ringspan.train.config.load import load_config
 from tests.every_model.hybrids import hybrid_config
 from tests.torch.models import config

@@ -15,7 +15,7 @@ def check_merge(
     has_sinks: bool = False,
 ) -> None:
     """Rows with and without keys in each partial, in slices of larger tensors; neighbours must be left alone."""
-    from ringspan.torch.kernels.partials.triton_merge import merge_many, sum_many
+    from ringspan.torch.engine.kernels.partials.triton_merge import merge_many, sum_many
 
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(2, 301, 3, size, generator=generator).to(device)

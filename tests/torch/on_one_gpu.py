@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.torch.attention.test_ring import Problem, gathered, relative
+from tests.torch.engine.attention.test_ring import Problem, gathered, relative
 from tests.torch.models import build
 
 ROUTES = ("ring", "ulysses:2")

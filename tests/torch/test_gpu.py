@@ -5,10 +5,10 @@ import torch
 
 import ringspan as rs
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.torch import kernels
-from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.memory.offload import Store
-from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.kernels.contract import Scores
+from ringspan.torch.model.memory.offload import Store
+from tests.torch.engine.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 from tests.torch.merge import check_merge
 
 pytestmark = pytest.mark.gpu

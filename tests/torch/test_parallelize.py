@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
-from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import few, long
 from tests.torch.models import (
     build,

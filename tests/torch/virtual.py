@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
-from ringspan.torch.transport.protocol import FakeTransport, MessageKey
+from ringspan.torch.engine.transport.exchange import PendingReceive, TensorSpec
+from ringspan.torch.engine.transport.protocol import FakeTransport, MessageKey
 
 Queue = queue.Queue[Tensor]
 # on a GPU, kernels are compiled meanwhile

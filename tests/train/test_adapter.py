@@ -17,7 +17,7 @@ from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.messages.lines import first_change
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
-from ringspan.torch.weights.loading import read_whole
+from ringspan.torch.model.weights.loading import read_whole
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.main import main
 from ringspan.core.errors import ConfigError
-from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.padding import IGNORED
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.sequences import BatchOrder, build_data

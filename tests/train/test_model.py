@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError, RingspanError
-from ringspan.torch.weights.loading import filled
+from ringspan.torch.model.weights.loading import filled
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import build_data

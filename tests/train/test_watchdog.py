@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, OutputError
-from ringspan.torch.consistency.watchdog import Watchdog, _Link
+from ringspan.torch.engine.transport.exchange import COUNTERS
+from ringspan.torch.model.consistency.watchdog import Watchdog, _Link
 from ringspan.torch.runtime.launch import launch
-from ringspan.torch.transport.exchange import COUNTERS
 from ringspan.train.config.tables import WatchdogConfig
 
 QUICK = WatchdogConfig(min_seconds=1.0, timeout_steps=2, patience_seconds=30)

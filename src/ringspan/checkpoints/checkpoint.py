@@ -36,9 +36,9 @@ from ringspan.checkpoints.shards import (
 )
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_folder, write_synced
+from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import world_timeout_seconds
-from ringspan.torch.transport.collectives import gather
 
 _LATEST: Final = "latest"
 _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders

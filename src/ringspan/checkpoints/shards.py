@@ -25,8 +25,13 @@ from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest, read_signed, signed, why_not_written
 from ringspan.core.messages.lines import refused, shortened
-from ringspan.torch.weights.deferred import Region, is_first_copy, overlap, region_at
-from ringspan.torch.weights.files import opened_files
+from ringspan.torch.model.weights.deferred import (
+    Region,
+    is_first_copy,
+    overlap,
+    region_at,
+)
+from ringspan.torch.model.weights.files import opened_files
 
 MANIFEST: Final = "manifest.json"
 

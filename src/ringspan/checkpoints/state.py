@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.shards import Manifest, Part
 from ringspan.core.errors import CheckpointError
-from ringspan.torch.memory.adamw import is_local, own_state, take_counts
 from ringspan.torch.model.config_changes import deciding_fields
+from ringspan.torch.model.memory.adamw import is_local, own_state, take_counts
 
 
 def model_facts(model: PreTrainedModel) -> dict[str, Any]:

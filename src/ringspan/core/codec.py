@@ -1,4 +1,4 @@
-"""Encodings of keys and values for sending, in bytes; ``ringspan.torch.attention.comm_dtype`` encodes them."""
+"""Encodings of keys and values for sending, in bytes; ``ringspan.torch.engine.attention.comm_dtype`` encodes them."""
 
 from dataclasses import dataclass
 from typing import Final

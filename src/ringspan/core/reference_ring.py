@@ -4,7 +4,7 @@ The ranks of a ring are the entries of lists here, and a message is an entry tha
 keeps its queries. Keys and values travel: while a rank computes with the block that it holds, it sends that block to
 the next rank and receives one from the rank before. After one hop for each rank, every query has met every key.
 
-``ringspan.torch.attention.ring`` is this loop with real messages, blocks that a mask makes useless left out, and
+``ringspan.torch.engine.attention.ring`` is this loop with real messages, blocks that a mask makes useless left out, and
 kernels; ``core/schedule/schedule.py`` says which blocks those are. Source: Liu et al. 2023, algorithm 1.
 """
 

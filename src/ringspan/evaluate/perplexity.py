@@ -9,9 +9,9 @@ import torch
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.session import PATIENCE_SECONDS, Session
-from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.model.tasks.causal_lm import token_logprobs
 from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.shard_batch import shard_batch
 
 FIRST_EDGE: Final = 64
 

@@ -15,7 +15,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.folder import base_folder
-from ringspan.torch.transport.collectives import from_first_rank
+from ringspan.torch.engine.transport.collectives import from_first_rank
 
 VERSION: Final = 1
 """Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""

@@ -17,9 +17,9 @@ from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.evaluate.tasks import TASKS
 from ringspan.generate.folder import check_ids, load_config, load_tokenizer
 from ringspan.generate.session import Observer, Session, session
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.positions import num_trained_positions
-from ringspan.torch.transport.collectives import from_first_rank
+from ringspan.torch.engine.transport.collectives import from_first_rank
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.positions import num_trained_positions
 
 Key = tuple[Any, ...]
 

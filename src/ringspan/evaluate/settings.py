@@ -139,7 +139,7 @@ def local_folder(model: str) -> str:
         )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from ringspan.torch.weights.files import folder_of
+    from ringspan.torch.model.weights.files import folder_of
 
     where = f"{model}: there is no such folder, and the Hub has or gives no such model"
     with refused(where, HfHubHTTPError, HFValidationError, OSError, ValueError):

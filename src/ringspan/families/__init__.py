@@ -8,17 +8,17 @@ registers its own by the entry point group ``ringspan.families``, whose entries 
 """
 
 from ringspan.core.geometry.layer_mask import LayerMask
-from ringspan.torch.layers.family import (
+from ringspan.torch.data.media.kind import Kind, Modality
+from ringspan.torch.engine.recurrence.functions import StateFunction
+from ringspan.torch.model.attention.own import InlineAttention, OwnAttention
+from ringspan.torch.model.layers.family import (
     ChosenKeys,
     Family,
     families,
     family_of,
     register,
 )
-from ringspan.torch.model.attention.own import InlineAttention, OwnAttention
 from ringspan.torch.model.recurrent import OwnState
-from ringspan.torch.multimodal.kinds import Kind, Modality
-from ringspan.torch.recurrence.functions import StateFunction
 
 __all__ = [
     "ChosenKeys",

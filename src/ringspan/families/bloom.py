@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringspan.torch.layers.family import Family
-from ringspan.torch.layers.modules import forward_of
 from ringspan.torch.model.attention.own import InlineAttention
+from ringspan.torch.model.layers.family import Family
+from ringspan.torch.model.layers.modules import forward_of
 
 
 def doubling_slopes(heads: int, like: Tensor) -> Tensor:

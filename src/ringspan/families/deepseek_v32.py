@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ringspan.torch.layers.family import ChosenKeys, Family
+from ringspan.torch.model.layers.family import ChosenKeys, Family
 
 FAMILIES: Final = (
     Family(

@@ -9,29 +9,12 @@ from torch.nn.functional import pad
 
 from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.selection import EVERYTHING, Index
-from ringspan.torch.attention.cached import Turn, current_turn
-from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.cached import attend_to_both
-from ringspan.torch.attention.index.chosen import (
-    IndexInputs,
-    all_seen,
-    choose,
-    packed,
-    unpacked,
-)
-from ringspan.torch.attention.index.windows import (
-    Attended,
-    Row,
-    Windows,
-    before,
-    fetched,
-)
-from ringspan.torch.attention.part import accumulation_dtype
-from ringspan.torch.attention.request import Request, in_autocast
-from ringspan.torch.layers.decoder import of_layers
-from ringspan.torch.layers.family import ChosenKeys, Family
-from ringspan.torch.layers.modules import Mixin
-from ringspan.torch.model.attention.choice import (
+from ringspan.torch.engine.attention.cached import Turn, current_turn
+from ringspan.torch.engine.attention.handler import handled
+from ringspan.torch.engine.attention.part import accumulation_dtype
+from ringspan.torch.engine.attention.request import Request, in_autocast
+from ringspan.torch.mechanisms.chosen_keys.cached import attend_to_both
+from ringspan.torch.mechanisms.chosen_keys.choice import (
     Asked,
     AskedOfCache,
     Choice,
@@ -40,13 +23,30 @@ from ringspan.torch.model.attention.choice import (
     rotation_of,
     rows_now,
 )
-from ringspan.torch.model.attention.pooled import (
+from ringspan.torch.mechanisms.chosen_keys.chosen import (
+    IndexInputs,
+    all_seen,
+    choose,
+    packed,
+    unpacked,
+)
+from ringspan.torch.mechanisms.chosen_keys.pooled import (
     HeldEntries,
     best_entries,
     entries_of_cache,
     entries_of_row,
     of_rows,
 )
+from ringspan.torch.mechanisms.chosen_keys.windows import (
+    Attended,
+    Row,
+    Windows,
+    before,
+    fetched,
+)
+from ringspan.torch.model.layers.decoder import of_layers
+from ringspan.torch.model.layers.family import ChosenKeys, Family
+from ringspan.torch.model.layers.modules import Mixin
 
 _LAYERS: Final = ("compressed_sparse_attention", "heavily_compressed_attention")
 

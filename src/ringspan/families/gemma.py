@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from ringspan.torch.layers.family import Family
-from ringspan.torch.multimodal import cuts
-from ringspan.torch.multimodal.kinds import Kind, Modality
+from ringspan.torch.data.media import cuts
+from ringspan.torch.data.media.kind import Kind, Modality
+from ringspan.torch.model.layers.family import Family
 
 _IMAGES: Final = Modality("image", cuts.Cut(("pixel_values",)))
 

@@ -5,8 +5,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from ringspan.core.geometry.layer_mask import LayerMask
-from ringspan.torch.layers.family import Family
 from ringspan.torch.model.attention.own import OwnAttention
+from ringspan.torch.model.layers.family import Family
 
 
 class _Method(OwnAttention):

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from ringspan.torch.layers.family import Family
+from ringspan.torch.model.layers.family import Family
 
 FAMILIES: Final = (
     Family(name="BEAM", types=("beam",), counts_distances=False),

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ringspan.torch.layers.family import Factors, Family
-from ringspan.torch.multimodal import cuts
-from ringspan.torch.multimodal.kinds import Kind, Modality
+from ringspan.torch.data.media import cuts
+from ringspan.torch.data.media.kind import Kind, Modality
+from ringspan.torch.model.layers.family import Factors, Family
 
 
 def _scales_queries(config: Any) -> bool:

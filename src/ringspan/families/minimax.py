@@ -5,12 +5,12 @@ from typing import Any, Final
 from torch import Tensor
 
 from ringspan.core.recurrence.cost import Scan
-from ringspan.torch.layers.family import Family
+from ringspan.torch.engine.recurrence import rules
+from ringspan.torch.engine.recurrence.current import current_pass
+from ringspan.torch.engine.recurrence.functions import StateFunction
+from ringspan.torch.engine.recurrence.recurrence import recurrence
+from ringspan.torch.model.layers.family import Family
 from ringspan.torch.model.recurrent import OwnState
-from ringspan.torch.recurrence import rules
-from ringspan.torch.recurrence.current import current_pass
-from ringspan.torch.recurrence.functions import StateFunction
-from ringspan.torch.recurrence.recurrence import recurrence
 
 
 def _cost(of: Any) -> Scan:

@@ -7,26 +7,26 @@ from torch import Tensor
 
 from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.core.selection import Index
-from ringspan.torch.attention.cached import current_turn
-from ringspan.torch.attention.index.cached import choose_blocks_of_cache
-from ringspan.torch.attention.index.chosen import (
-    Blocks,
-    choose_blocks,
-)
-from ringspan.torch.attention.index.windows import (
-    Row,
-    fetched,
-    visible,
-)
-from ringspan.torch.layers.family import ChosenKeys, Family
-from ringspan.torch.layers.modules import Mixin
-from ringspan.torch.model.attention.choice import (
+from ringspan.torch.engine.attention.cached import current_turn
+from ringspan.torch.mechanisms.chosen_keys.cached import choose_blocks_of_cache
+from ringspan.torch.mechanisms.chosen_keys.choice import (
     Choice,
     everything,
     group_now,
     rotation_of,
 )
-from ringspan.torch.model.attention.pooled import choice_of_rows
+from ringspan.torch.mechanisms.chosen_keys.chosen import (
+    Blocks,
+    choose_blocks,
+)
+from ringspan.torch.mechanisms.chosen_keys.pooled import choice_of_rows
+from ringspan.torch.mechanisms.chosen_keys.windows import (
+    Row,
+    fetched,
+    visible,
+)
+from ringspan.torch.model.layers.family import ChosenKeys, Family
+from ringspan.torch.model.layers.modules import Mixin
 
 
 class BlockIndex(Mixin):

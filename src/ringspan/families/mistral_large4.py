@@ -5,13 +5,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ringspan.torch.layers.cache_names import given_cache
-from ringspan.torch.layers.family import ChosenKeys, Family
-from ringspan.torch.model.attention import indexed
-from ringspan.torch.model.attention.choice import Choice, everything
+from ringspan.torch.mechanisms.chosen_keys.choice import Choice, everything
+from ringspan.torch.mechanisms.chosen_keys.modules import Index
+from ringspan.torch.model.layers.cache_names import given_cache
+from ringspan.torch.model.layers.family import ChosenKeys, Family
 
 
-class _IndexOfHidden(indexed.Index):
+class _IndexOfHidden(Index):
     """Mistral Large 4: index queries come from hidden states, scaled by position; some layers do not rotate them."""
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from ringspan.torch.layers.family import Family
+from ringspan.torch.model.layers.family import Family
 
 
 def _keyless_layers(config: Any) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from ringspan.torch.layers.family import Family
 from ringspan.torch.model.attention.own import InlineAttention
+from ringspan.torch.model.layers.family import Family
 
 
 class _Mpt(InlineAttention):

@@ -7,21 +7,21 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ringspan.core.selection import Index
-from ringspan.torch.attention.index.chosen import IndexInputs
-from ringspan.torch.attention.index.windows import at_columns
-from ringspan.torch.attention.part import accumulation_dtype
-from ringspan.torch.layers.family import ChosenKeys, Family
-from ringspan.torch.layers.modules import Mixin
-from ringspan.torch.model.attention.choice import (
+from ringspan.torch.engine.attention.part import accumulation_dtype
+from ringspan.torch.mechanisms.chosen_keys.choice import (
     Choice,
     everything,
     rotation_of,
 )
-from ringspan.torch.model.attention.pooled import (
+from ringspan.torch.mechanisms.chosen_keys.chosen import IndexInputs
+from ringspan.torch.mechanisms.chosen_keys.pooled import (
     choose_pools,
     cost_of_pools,
     tokens_before,
 )
+from ringspan.torch.mechanisms.chosen_keys.windows import at_columns
+from ringspan.torch.model.layers.family import ChosenKeys, Family
+from ringspan.torch.model.layers.modules import Mixin
 
 
 class PooledIndex(Mixin):

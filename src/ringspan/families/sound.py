@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ringspan.torch.layers.family import Family
-from ringspan.torch.multimodal import cuts
-from ringspan.torch.multimodal.kinds import Kind, Modality
+from ringspan.torch.data.media import cuts
+from ringspan.torch.data.media.kind import Kind, Modality
+from ringspan.torch.model.layers.family import Family
 
 _PARTS: Final = Modality(
     "audio", cuts.PartsOfSound(("input_features", "input_features_mask"))

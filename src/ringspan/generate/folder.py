@@ -23,15 +23,15 @@ from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import refused
 from ringspan.generate.chat_template import refuse_broken
 from ringspan.generate.settings import GenerateSettings
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.positions import num_trained_positions
 from ringspan.torch.model.adapters import asking_as_before, base_of
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.positions import num_trained_positions
 from ringspan.torch.model.support import refuse_config, refuse_quantised
+from ringspan.torch.model.tensor_parallel.split import refuse_heads
 from ringspan.torch.model.tied import settle_ties, tied_names, untie
-from ringspan.torch.tensor_parallel.split import refuse_heads
-from ringspan.torch.weights.base import check_base
-from ringspan.torch.weights.files import WeightFiles, folder_of
-from ringspan.torch.weights.loading import read_whole, unread_model
+from ringspan.torch.model.weights.base import check_base
+from ringspan.torch.model.weights.files import WeightFiles, folder_of
+from ringspan.torch.model.weights.loading import read_whole, unread_model
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:

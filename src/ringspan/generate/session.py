@@ -17,11 +17,10 @@ from transformers.generation.streamers import TextStreamer
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.generate.folder import check_ids, load_model
 from ringspan.generate.settings import GenerateSettings
-from ringspan.torch.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.saved import refuse_unsaved
-from ringspan.torch.layers.view import decoder_on_ring
-from ringspan.torch.model.attention.indexed import choosing_modules
+from ringspan.torch.model.consistency.watchdog import Limits, Watchdog
+from ringspan.torch.model.layers.view import decoder_on_ring
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -116,9 +115,10 @@ class Session:
 
     def _refuse_unsaved(self) -> None:
         """Raise UnsupportedError if the model's caches cannot be saved, before a text is read for one."""
-        # Only a generated token shows what the indexes keep in the cache.
+        # Only a generated token shows what mechanisms keep in the cache.
         cache = self.model.new_cache()
-        if choosing_modules(decoder_on_ring(self.model)):
+        decoder = decoder_on_ring(self.model)
+        if any(each.cached_numbers(decoder) for each in self.model.ring_mechanisms):
             token = torch.zeros(1, 1, dtype=torch.int64, device=local_device())
             self.model.generate(
                 token,

@@ -30,16 +30,16 @@ from transformers.modeling_outputs import (
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.config import RingConfig
 from ringspan.hf.refusals import refuse_loss_options
-from ringspan.torch.consistency.calls import exchanging, preparing
-from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
-from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
-from ringspan.torch.data.tree import times_counted
+from ringspan.torch.data.padding import IGNORED, real_tokens, refuse_targets_of_padding
+from ringspan.torch.data.targets import Targets
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.layers.cache_names import given_cache
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.modules import class_name, mix_in, seen_as
-from ringspan.torch.layers.view import RingModel
+from ringspan.torch.mechanisms.trees.shared_rows import SharedRows
 from ringspan.torch.model.adapters import base_of
+from ringspan.torch.model.consistency.calls import exchanging, preparing
+from ringspan.torch.model.layers.cache_names import given_cache
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.modules import class_name, mix_in, seen_as
+from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.tasks.causal_lm import (
     Asked,
     PerToken,
@@ -47,8 +47,8 @@ from ringspan.torch.model.tasks.causal_lm import (
     gathered_tokens,
 )
 from ringspan.torch.model.tasks.classifier import RingClassifier, ends_of, pools
-from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
+from ringspan.torch.shard_batch import TAKEN, shard_batch
 
 _log: Final = logging.getLogger(__name__)
 # Fields of TRL's fused output.
@@ -311,13 +311,12 @@ def _loss_of(
     model: Any, output: Any, targets: Tensor, count: int | None, of_tree: Tensor | None
 ) -> Tensor:
     """Compute the evaluation loss over all replicas from local logits (B, T, V); NaN without targets."""
-    logits = (
-        output.logits if of_tree is None else output.logits[:, of_tree[:, 0]]
-    ).float()
+    of_tokens = Targets(targets, of_tree)
+    logits = of_tokens.predicted_by(output.logits).float()
     losses = cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).detach()
-    weights = times_counted(targets, of_tree)
+    weights = of_tokens.times
     sums = _everywhere(
         model, torch.stack(((losses * weights).double().sum(), weights.double().sum()))
     )

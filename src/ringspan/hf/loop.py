@@ -20,8 +20,8 @@ from ringspan.hf.progress import load_optimizer, save_optimizer
 from ringspan.hf.refusals import refuse_accelerator
 from ringspan.hf.replicas import RingAccelerator, count_rings
 from ringspan.hf.seams import plain_optimizer
-from ringspan.torch.layers.modules import refusing
-from ringspan.torch.layers.view import RingModel
+from ringspan.torch.model.layers.modules import refusing
+from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.saving import whole_weights
 
 _WEIGHTS = "model.safetensors"

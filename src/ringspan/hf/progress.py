@@ -17,8 +17,8 @@ from ringspan.checkpoints.state import load_state, model_facts, run_state
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.core.messages.lines import first_change
-from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.memory.adamw import own_state
 
 FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one name for all, since a folder holds one save

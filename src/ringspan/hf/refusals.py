@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.step_config import StepConfig
 from ringspan.hf.config import RingConfig
-from ringspan.torch.layers.view import RingModel
+from ringspan.torch.model.layers.view import RingModel
 
 _TABLE: Final[dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")

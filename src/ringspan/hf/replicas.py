@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.config import RingConfig
 from ringspan.hf.seams import note_prepared
-from ringspan.torch.consistency.calls import exchanging
-from ringspan.torch.data.batch import IGNORED
-from ringspan.torch.layers.modules import whole
+from ringspan.torch.data.padding import IGNORED
+from ringspan.torch.engine.transport.collectives import gather_over
+from ringspan.torch.model.consistency.calls import exchanging
+from ringspan.torch.model.layers.modules import whole
 from ringspan.torch.model.view import is_classifier
-from ringspan.torch.transport.collectives import gather_over
 
 _REDUCTIONS: Final = ("sum", "mean", "none")
 

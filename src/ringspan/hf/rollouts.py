@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import set_seed
 
 from ringspan.core.errors import ConfigError, PeerMismatch
+from ringspan.torch.engine.transport.collectives import T, gather, gather_over
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import text_groups
-from ringspan.torch.transport.collectives import T, gather, gather_over
 
 Failure = tuple[Callable[..., Any], Exception]  # a function, and what it raised
 

@@ -43,12 +43,12 @@ from ringspan.hf.seams import (
     method_behind,
     plain_optimizer,
 )
-from ringspan.torch.consistency.calls import Call, check_call, hear_all, preparing
-from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
-from ringspan.torch.layers.modules import whole
-from ringspan.torch.layers.view import RingModel
+from ringspan.torch.model.consistency.calls import Call, check_call, hear_all, preparing
+from ringspan.torch.model.consistency.loop_watch import in_call
+from ringspan.torch.model.layers.modules import whole
+from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"

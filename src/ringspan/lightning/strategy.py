@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.torch.consistency.calls import (
+from ringspan.torch.model.consistency.calls import (
     Call,
     check_call,
     exchanging,
     hear_all,
     preparing,
 )
-from ringspan.torch.consistency.fixed import Fixed
-from ringspan.torch.consistency.loop_watch import in_call
-from ringspan.torch.memory.sharding import settle
+from ringspan.torch.model.consistency.fixed import Fixed
+from ringspan.torch.model.consistency.loop_watch import in_call
+from ringspan.torch.model.memory.sharding import settle
 from ringspan.torch.runtime.mesh import make_mesh, split_world
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from ringspan.torch.engine.transport.clock import synchronize
 from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.transport.clock import synchronize
 
 _LEAST_CALLS: Final = 3  # the first may compile something
 _MOST_CALLS: Final = 6

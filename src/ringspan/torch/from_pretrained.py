@@ -13,14 +13,14 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import MODEL_CONFIG
 from ringspan.core.files.weights import refuse_beside
 from ringspan.core.messages.lines import one_line, refused
-from ringspan.torch.consistency.calls import meeting
-from ringspan.torch.consistency.loop_watch import in_call, watch_loop
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.model.support import refuse_config, refuse_quantised
+from ringspan.torch.model.weights.files import WeightFiles, folder_of
+from ringspan.torch.model.weights.loading import first_of, unread_model
+from ringspan.torch.model.weights.packed import pack_unread
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from ringspan.torch.weights.files import WeightFiles, folder_of
-from ringspan.torch.weights.loading import first_of, unread_model
-from ringspan.torch.weights.packed import pack_unread
 
 _log = logging.getLogger(__name__)
 

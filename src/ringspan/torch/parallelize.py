@@ -20,58 +20,58 @@ from ringspan.core.names import (
     OffloadName,
 )
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.consistency.calls import Call, check_call, meeting
-from ringspan.torch.consistency.fixed import (
+from ringspan.torch.generate.model import RingGenerator
+from ringspan.torch.mechanisms.every import MECHANISMS
+from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
+from ringspan.torch.model.attention.function import register_attention
+from ringspan.torch.model.attention.latents import (
+    latent_modules,
+    send_latents,
+)
+from ringspan.torch.model.attention.own import take_over_attention
+from ringspan.torch.model.config_changes import copy_configs, deciding_fields
+from ringspan.torch.model.consistency.calls import Call, check_call, meeting
+from ringspan.torch.model.consistency.fixed import (
     note_buffers,
     note_data,
     refuse_copy,
     refuse_own_calls,
     structure_of,
 )
-from ringspan.torch.consistency.loop_watch import in_call, say_at_the_end, watch_loop
-from ringspan.torch.consistency.optimizers import watch_optimizers
-from ringspan.torch.consistency.weights import (
+from ringspan.torch.model.consistency.loop_watch import (
+    in_call,
+    say_at_the_end,
+    watch_loop,
+)
+from ringspan.torch.model.consistency.optimizers import watch_optimizers
+from ringspan.torch.model.consistency.weights import (
     check_finite,
     describe_weights,
     share_weights,
 )
-from ringspan.torch.generate.model import RingGenerator
-from ringspan.torch.layers.blockwise.blocks import run_in_blocks
-from ringspan.torch.layers.blockwise.head import kind_of_head
-from ringspan.torch.layers.compiled import compile_layers
-from ringspan.torch.layers.decoder import layer_kinds
-from ringspan.torch.layers.embedding import sum_embedding_gradients
-from ringspan.torch.layers.modules import mix_in, own_config, seen_as
-from ringspan.torch.layers.numbering import number_tokens, skipped_token
-from ringspan.torch.layers.rope import chunk_rotary_tables
-from ringspan.torch.layers.router_loss import record_routers
-from ringspan.torch.memory.checkpointing import checkpoint_layers
-from ringspan.torch.memory.sharding import shard_weights
-from ringspan.torch.memory.shared_blocks import join_shared_blocks
-from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
-from ringspan.torch.model.attention.function import register_attention
-from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
-from ringspan.torch.model.attention.latents import (
-    latent_modules,
-    route_of,
-    send_latents,
-)
-from ringspan.torch.model.attention.own import take_over_attention
-from ringspan.torch.model.attention.support import why_no_tree
-from ringspan.torch.model.config_changes import copy_configs, deciding_fields
-from ringspan.torch.model.recurrent import hook_stateful
+from ringspan.torch.model.layers.blockwise.blocks import run_in_blocks
+from ringspan.torch.model.layers.blockwise.head import kind_of_head
+from ringspan.torch.model.layers.compiled import compile_layers
+from ringspan.torch.model.layers.decoder import layer_kinds
+from ringspan.torch.model.layers.embedding import sum_embedding_gradients
+from ringspan.torch.model.layers.modules import mix_in, own_config, seen_as
+from ringspan.torch.model.layers.numbering import number_tokens, skipped_token
+from ringspan.torch.model.layers.rope import chunk_rotary_tables
+from ringspan.torch.model.layers.router_loss import record_routers
+from ringspan.torch.model.memory.carrying import carry_passes
+from ringspan.torch.model.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.memory.sharding import shard_weights
+from ringspan.torch.model.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import RingClassifier
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call
-from ringspan.torch.multimodal.towers import put_towers_on_ring
+from ringspan.torch.model.tensor_parallel.split import split_model
+from ringspan.torch.model.weights.loading import fill_shards, set_aside, sources_in
+from ringspan.torch.model.weights.packed import settle_packed
 from ringspan.torch.parts import Parts, check_parts, compute_dtype_of
-from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.runtime.seams import check_torch
-from ringspan.torch.tensor_parallel.split import split_model
-from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
-from ringspan.torch.weights.packed import settle_packed
 
 # The number of models that each mesh has been given, equal on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
@@ -104,7 +104,7 @@ def parallelize(
 
     Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded
     over it and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32. An axis
-    ``tp`` first splits heads, feed-forward and vocabulary (``ringspan.torch.tensor_parallel.split``).
+    ``tp`` first splits heads, feed-forward and vocabulary (``ringspan.torch.model.tensor_parallel.split``).
     ``model(**batch).loss`` is the whole batch's on every rank, summed over all targets and divided by their count, or
     by ``num_items_in_batch`` for gradient accumulation; without labels, ``model(**batch)`` gives the local logits (B,
     T, V).
@@ -113,7 +113,8 @@ def parallelize(
     labels) on every rank, token classifiers the local tokens'. A decoder without a head (``AutoModel``), alone or in a
     ``PreTrainedModel`` of yours that otherwise treats each token by itself, takes ``shard_features``' output as
     ``inputs_embeds`` and gives local hidden states, see ``global_sum``. A PEFT model (``get_peft_model``) comes back
-    wrapped, and saves its adapter. Later changes that are not possible raise (``ringspan.torch.consistency.fixed``).
+    wrapped, and saves its adapter. Later changes that are not possible raise
+    (``ringspan.torch.model.consistency.fixed``).
 
     Args:
         model: any model whose attention goes through transformers' AttentionInterface, on any device; its shards move
@@ -128,14 +129,14 @@ def parallelize(
         checkpoint: what layers keep for backward: ``full`` the input, ``attention`` also attention, ``none`` all.
         layers_per_checkpoint: consecutive layers that keep only the first one's input.
         folds: parts of each sequence that are computed one after the other, so that activations of one exist at once;
-            ``shard_batch`` needs the same. See ``ringspan.torch.model.tasks.folded``.
+            ``shard_batch`` needs the same. See ``ringspan.torch.mechanisms.folds.passes``.
         loss_chunk_tokens: tokens whose logits exist at once.
         loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
         index_loss: trains the index of layers that choose their keys (DeepSeek-V3.2): ``sparse`` compares it with
             attention over the keys it chose, ``dense`` with attention to all keys, which then replaces its choice;
-            ``none`` leaves it without gradients. ``ringspan.torch.model.attention.index_loss``.
+            ``none`` leaves it without gradients. ``ringspan.torch.mechanisms.chosen_keys.index_loss``.
         feedforward_chunk_tokens: tokens that a feed-forward computes at once; 0 for all. ``auto`` takes 4,096 if nearly
             free: in checkpointed layers whose feed-forward can be cut and comes last.
         norm_chunk_tokens: tokens that a norm computes at once; 0 for all. ``auto`` takes 4,096 if layers are
@@ -201,13 +202,11 @@ def put_on_mesh(
         join_shared_blocks(model),
         [*parts.view.layers.values()],
     )
+    units: list[nn.Module] = []
+    for each in MECHANISMS:
+        units += each.prepare(view, config, mesh)
     _attend_over_ring(parts, mesh, config)
     _prepare_layers(parts, config)
-    towers: list[nn.Module] = []
-    if parts.media is not None:
-        towers = put_towers_on_ring(
-            view, parts.media, checkpointed=config.checkpoint != "none"
-        )
     _call_over_ring(parts, mesh, config)
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
@@ -216,7 +215,7 @@ def put_on_mesh(
         run_in_blocks(
             modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder
         )
-    shard_weights(model, [*shared, *layers, *towers], mesh, compute_dtype_of(config))
+    shard_weights(model, [*shared, *layers, *units], mesh, compute_dtype_of(config))
     if config.compile is not False:
         compile_layers(
             view.decoder, layers, layer_kinds(view.decoder.config), config.compile
@@ -269,24 +268,22 @@ def _agreed(
 def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     """Make the decoder's attention call the ring, through the implementation registered with transformers.
 
-    Layers with latents, with an index, or with an attention of their own are prepared first.
+    Layers with latents or with an attention of their own are prepared first.
     """
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
-    choosing, family = choosing_modules(decoder), parts.view.family
+    family = parts.view.family
     kinds = layer_kinds(decoder.config)
     ring = mesh.get_group("ring")
+    attending = (each.attends(parts.view, config) for each in MECHANISMS)
     implementation = register_attention(
         type(decoder).__name__,
         ring,
         kinds,
         config,
-        is_indexed=bool(choosing),
+        attends=next((each for each in attending if each is not None), None),
         family=family,
     )
     send_latents(latent_modules(decoder, mesh, config), config)
-    take_over_index(
-        decoder, choosing, sends_latents=route_of(config, ring.size()).carries_latents
-    )
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(own, implementation)
@@ -298,8 +295,6 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
         if family.query_scale is not None:
             # The module would count local tokens; ``attend`` scales by global positions.
             attention.ring_query_scale = family.query_scale(attention)
-        if parts.media is not None and parts.media.is_prefix:
-            attention.is_causal = True  # except in the prompt, as the mask defines
 
 
 def _prepare_layers(parts: Parts, config: StepConfig) -> None:
@@ -309,7 +304,6 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
     checkpoint_layers(
         view, config.checkpoint, config.offload, config.layers_per_checkpoint
     )
-    hook_stateful(view.stateful.values())
     chunk_rotary_tables(decoder)
     if config.compile is False:
         carry_passes(
@@ -332,13 +326,22 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
             name for name, module in model.named_modules() if module is decoder
         ),
         "ring_configs": copy_configs((model.config, decoder.config)),
+        "ring_mechanisms": MECHANISMS,
+        # Mechanisms with keys of their own act on the batches that have them.
+        "ring_found": {
+            each.name: each.found_in(view, config)
+            for each in MECHANISMS
+            if not each.keys
+        },
     }
+    for each in MECHANISMS:
+        about |= each.attributes(view)
     if parts.head is None and not view.is_classifier:
         mix_in(model, RingDecoder, **about)
         if decoder is not model:
             check_inner_call(model, decoder)
         return
-    if parts.media is not None:
+    if about["ring_media"] is not None:
         # ``generate`` reads from the signature which images a model takes, and whether it takes embeddings, which
         # ``generate`` would then compute itself.
         about["forward"] = seen_as(
@@ -353,11 +356,8 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
         ring_skipped=skipped_token(decoder),
         ring_head=None if parts.head is None else kind_of_head(parts.head),
         ring_head_parts=parts.head_parts,
-        ring_stateful=bool(view.stateful),
-        ring_no_tree=f"folds={config.folds}" if config.folds > 1 else why_no_tree(view),
         ring_compiled=config.compile is not False,
         ring_router=parts.router,
-        ring_media=parts.media,
     )
 
 

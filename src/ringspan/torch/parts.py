@@ -11,30 +11,30 @@ from transformers import PreTrainedModel
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.mechanisms import refuse_pairs
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.data.loss_blocks import LossOptions
-from ringspan.torch.layers.blockwise.feedforward import (
+from ringspan.torch.mechanisms.every import MECHANISMS
+from ringspan.torch.model.attention.own import refuse_compiled
+from ringspan.torch.model.layers.blockwise.feedforward import (
     find_feedforwards,
     find_norms,
     free_feedforwards,
 )
-from ringspan.torch.layers.blockwise.head import (
+from ringspan.torch.model.layers.blockwise.head import (
     joined,
     refuse_blocks_of_vocabulary,
     vocabularies,
 )
-from ringspan.torch.layers.compiled import check_compile
-from ringspan.torch.layers.router_loss import (
+from ringspan.torch.model.layers.compiled import check_compile
+from ringspan.torch.model.layers.router_loss import (
     RouterLoss,
     find_router_loss,
     no_router_loss,
 )
-from ringspan.torch.layers.view import ModelView
-from ringspan.torch.memory.checkpointing import check_checkpointing
-from ringspan.torch.model.attention.indexed import refuse_indexed
-from ringspan.torch.model.attention.own import refuse_compiled
-from ringspan.torch.model.recurrent import refuse_spans
+from ringspan.torch.model.layers.view import ModelView
+from ringspan.torch.model.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import (
     FoundHead,
@@ -45,12 +45,10 @@ from ringspan.torch.model.support import (
 )
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import refuse_classifier
-from ringspan.torch.model.tasks.folded import refuse_folds
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, refuse_headless
+from ringspan.torch.model.tensor_parallel.split import refuse_split
 from ringspan.torch.model.view import view_of
-from ringspan.torch.multimodal.kinds import Kind, kind_of
 from ringspan.torch.runtime.mesh import tensor_axis
-from ringspan.torch.tensor_parallel.split import refuse_split
 
 
 class InBlocks(NamedTuple):
@@ -70,7 +68,6 @@ class Parts(NamedTuple):
         str, ...
     ] = ()  # the head's modules, if it is more than the output embedding
     router: RouterLoss | None = None
-    media: Kind | None = None  # how it sees or hears, if it does
 
 
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
@@ -135,7 +132,10 @@ def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None
         raise UnsupportedError(
             f"layout 'balanced' has no Ulysses groups for route {config.route!r}; use another one, such as all-gather"
         )
-    refuse_spans(view, config.layout, ring, tp)
+    for each in MECHANISMS:
+        each.refuse(view, config, mesh)
+    found = {each.name: each.found_in(view, config) for each in MECHANISMS}
+    refuse_pairs(found, view.name)
     compute_dtype = compute_dtype_of(config)
     refuse_cast(model, compute_dtype)
     refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
@@ -145,9 +145,7 @@ def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None
         layered, config.checkpoint, config.offload, config.layers_per_checkpoint
     )
     refuse_compiled(view, config.compile)
-    refuse_indexed(view, config, tp)
-    refuse_folds(view, config)
-    check_compile(decoder, config, is_stateful=bool(view.stateful))
+    check_compile(decoder, config)
 
 
 def _in_blocks(
@@ -185,7 +183,7 @@ def _with_head(
     parts: Parts,
     found: FoundHead,
 ) -> Parts:
-    """Return the parts with the head's: its modules, vocabularies, loss options, router loss and media."""
+    """Return the parts with the head's: its modules, vocabularies, loss options and router loss."""
     model = parts.view.model
     if not found.shifts and _is_first(mesh):
         say_shifted(model)
@@ -211,7 +209,6 @@ def _with_head(
         head=head,
         head_parts=found.parts,
         router=router,
-        media=kind_of(parts.view),
     )
 
 

@@ -16,9 +16,15 @@ from ringspan.torch.model.adapters import (
     note_bases,
 )
 from ringspan.torch.model.tied import note_untied, tied_names
-from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
-from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.writing import (
+from ringspan.torch.model.weights.deferred import (
+    Deferred,
+    Region,
+    deferred,
+    part,
+    shape_of,
+)
+from ringspan.torch.model.weights.loading import auto_class
+from ringspan.torch.model.weights.writing import (
     MAX_SHARD_SIZE,
     WeightsPlan,
     plan_files,

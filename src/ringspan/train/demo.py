@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ringspan.core.names import LayoutName
 from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.trace.tracker import held_activations
-from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.layers.decoder import decoder_of, layers_of
-from ringspan.torch.layers.modules import whole
-from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.layers.decoder import decoder_of, layers_of
+from ringspan.torch.model.layers.modules import whole
+from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.torch.shard_batch import shard_batch
 from ringspan.train.config.load import load_config
 from ringspan.train.config.tables import TrainConfig
 

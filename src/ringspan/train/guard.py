@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch, RingspanError
 from ringspan.core.messages.lines import few
-from ringspan.torch.layers.modules import local_part
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.engine.transport.collectives import gather
+from ringspan.torch.model.layers.modules import local_part
 from ringspan.train.config.tables import GuardConfig
 from ringspan.train.signals import StopRequest
 

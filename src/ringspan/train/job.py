@@ -25,21 +25,22 @@ from ringspan.core.names import CheckpointName
 from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.core.step_config import StepConfig
 from ringspan.measure.machine import measure_flops, peak_bytes
-from ringspan.torch.data.batch import IGNORED, shard_batch
+from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.generate.cache.identity import digest_of
-from ringspan.torch.layers.decoder import decoder_of, text_config
-from ringspan.torch.layers.modules import local_part, whole
-from ringspan.torch.layers.positions import beyond_table
-from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW
-from ringspan.torch.memory.checkpointing import choose_checkpoint
+from ringspan.torch.mechanisms.trees.shared_rows import SharedRows
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.shared_rows import SharedRows
+from ringspan.torch.model.layers.decoder import decoder_of, text_config
+from ringspan.torch.model.layers.modules import local_part, whole
+from ringspan.torch.model.layers.positions import beyond_table
+from ringspan.torch.model.memory.adamw import HostAdamW, RoundingAdamW
+from ringspan.torch.model.memory.checkpointing import choose_checkpoint
 from ringspan.torch.model.view import view_of
+from ringspan.torch.model.weights.loading import auto_class
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.parts import check_options
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.torch.weights.loading import auto_class
+from ringspan.torch.shard_batch import shard_batch
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents

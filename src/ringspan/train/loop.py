@@ -16,10 +16,10 @@ from ringspan.checkpoints.shards import Manifest
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
-from ringspan.torch.consistency.watchdog import Limits, Watchdog
-from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.model.adapters import is_peft
-from ringspan.torch.weights.writing import HEADROOM_BYTES
+from ringspan.torch.model.consistency.watchdog import Limits, Watchdog
+from ringspan.torch.model.memory.adamw import own_state
+from ringspan.torch.model.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Sequences
 from ringspan.train.guard import Guard

@@ -27,7 +27,7 @@ from ringspan.core.files.named import why_no_config
 from ringspan.core.messages.lines import refused
 from ringspan.generate.chat_template import refuse_broken
 from ringspan.plan.model.hub import from_hub
-from ringspan.torch.layers.decoder import (
+from ringspan.torch.model.layers.decoder import (
     decoder_of,
     head_counts,
     head_sizes,
@@ -35,9 +35,9 @@ from ringspan.torch.layers.decoder import (
     without_attention,
 )
 from ringspan.torch.model.support import refuse_config
-from ringspan.torch.tensor_parallel.split import refuse_heads
-from ringspan.torch.weights.files import WeightFiles, folder_of
-from ringspan.torch.weights.loading import auto_class, first_of, unread_model
+from ringspan.torch.model.tensor_parallel.split import refuse_heads
+from ringspan.torch.model.weights.files import WeightFiles, folder_of
+from ringspan.torch.model.weights.loading import auto_class, first_of, unread_model
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.seen import VIDEO_REMEDY

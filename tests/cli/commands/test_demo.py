@@ -11,7 +11,7 @@ import torch
 
 from ringspan.cli.commands.train import train_rank
 from ringspan.cli.main import main
-from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.launch import launch
 from ringspan.train.config.load import parse_config

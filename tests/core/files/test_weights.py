@@ -139,7 +139,7 @@ def test_what_is_not_opened_is_named_with_a_remedy(names, says):
 
 
 def test_a_file_outside_of_the_folder_is_refused():
-    """What an index names is in ``tests/torch/weights/test_folders.py``."""
+    """What an index names is in ``tests/torch/model/weights/test_folders.py``."""
     with pytest.raises(
         ConfigError,
         match=r"transformers_weights = '\.\./other.safetensors' in config.json is no",

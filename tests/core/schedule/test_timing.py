@@ -13,7 +13,7 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.steps import Part
 from ringspan.core.schedule.timing import Speeds, forward_pass
 from ringspan.core.schedule.workspace import Shape
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
 
 NEAR = Speeds(1e12, 1e9, 1e8, 8)
 HEADS = Shape(1, 8, 2, 16, 16, 4)

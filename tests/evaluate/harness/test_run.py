@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from ringspan.cli.commands.evaluate import harness_rank
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.settings import HarnessSettings
-from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.model.consistency.watchdog import Watchdog
 from ringspan.torch.runtime.launch import launch
 from tests.evaluate.harness.data import write
 from tests.evaluate.harness.test_harness import own_model

@@ -29,7 +29,7 @@ from tests.jax.test_attention import (
     check_as_good_as_xla,
     check_same_as_xla,
 )
-from tests.torch.attention.test_ring import Problem
+from tests.torch.engine.attention.test_ring import Problem
 
 SINKS = np.array([0.3, -2.0, 1.5, 4.0], np.float32)
 

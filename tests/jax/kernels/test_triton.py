@@ -33,8 +33,8 @@ from tests.jax.test_attention import (
     check_as_good_as_xla,
     check_same_as_xla,
 )
-from tests.torch.attention.test_ring import Problem
-from tests.torch.kernels.test_triton import without_interpreter
+from tests.torch.engine.attention.test_ring import Problem
+from tests.torch.engine.kernels.test_triton import without_interpreter
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"

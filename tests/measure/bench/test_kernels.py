@@ -10,9 +10,9 @@ import torch
 from benchmarks.tables.kernels import serves
 from ringspan.core.geometry.tile import Tile
 from ringspan.measure.cluster.doctor import CASES, kernel_report, serving
-from ringspan.torch import kernels
-from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.kernels.contract import Scores
+from ringspan.torch.engine.kernels.device import DeviceRules, ruled_by, rules_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "masks.md"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

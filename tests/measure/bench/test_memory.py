@@ -10,8 +10,8 @@ import ringspan as rs
 from ringspan.core.costs import saved_bytes
 from ringspan.core.schedule.choice import num_inputs
 from ringspan.measure.trace.tracker import held_activations
-from ringspan.torch.memory import offload
-from ringspan.torch.memory.checkpointing import choose_checkpoint, layer_sizes
+from ringspan.torch.model.memory import offload
+from ringspan.torch.model.memory.checkpointing import choose_checkpoint, layer_sizes
 from tests.torch.models import build, config, tokens
 
 LENGTH = 64

@@ -10,8 +10,8 @@ import ringspan as rs
 from ringspan.cli.main import app
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench import ring as bench
-from ringspan.torch.attention import ring
-from ringspan.torch.transport.protocol import FakeTransport
+from ringspan.torch.engine.attention import ring
+from ringspan.torch.engine.transport.protocol import FakeTransport
 
 SMALL = bench.RingCase(
     virtual_ranks=4, tokens=24, heads=4, kv_heads=2, head_dim=16, dtype="float32", repeats=1, error_ranks=(1, 3),

@@ -20,7 +20,7 @@ from ringspan.measure.cluster.cluster import (
     problems_between,
 )
 from ringspan.measure.cluster.trial import Trial
-from ringspan.torch.kernels.partials import partial as softmax
+from ringspan.torch.engine.kernels.partials import partial as softmax
 from ringspan.torch.runtime.requirements import pip_command
 from tests.cases import long
 

@@ -20,7 +20,7 @@ from ringspan.report.profile_page import (
     timeline_figure,
     write_report,
 )
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
 from tests.torch import models
 
 SIZES = {

@@ -9,9 +9,9 @@ from ringspan.measure.trace import rehearsal
 from ringspan.measure.trace.dry_run import trace
 from ringspan.measure.trace.rehearsal import exposed_seconds, rehearse
 from ringspan.plan.cost.setting import Setting
-from ringspan.torch.attention.part import Coming
-from ringspan.torch.transport import protocol
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.attention.part import Coming
+from ringspan.torch.engine.transport import protocol
+from ringspan.torch.engine.transport.exchange import COUNTERS
 from tests.cases import long
 from tests.torch import models
 

@@ -23,14 +23,14 @@ from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.configs import model_shape
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import Question
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.engine.transport.exchange import COUNTERS
+from ringspan.torch.model.layers.decoder import layers_of
 from tests.cases import few
 from tests.core.recurrence.cases import sent_states
 from tests.every_model.hybrids import HYBRIDS, hybrid_config
 from tests.every_model.tiny import tiny_config
-from tests.torch.recurrence.layers import LAYERS, inputs
-from tests.torch.recurrence.models import build
+from tests.torch.engine.recurrence.layers import LAYERS, inputs
+from tests.torch.engine.recurrence.models import build
 
 PLANNED = [*HYBRIDS]
 # Beside them one each with experts, latent keys, windows, shared keys, and layers that run several times.

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 from ringspan.plan.cost.chosen import attended_pairs
 from ringspan.plan.model.configs import MODELS, from_config, model_shape
-from ringspan.torch.layers.decoder import layer_kinds
-from ringspan.torch.layers.positions import num_trained_positions
+from ringspan.torch.model.layers.decoder import layer_kinds
+from ringspan.torch.model.layers.positions import num_trained_positions
 from tests.cases import few
 from tests.every_model.hybrids import hybrid_config
 from tests.plan.models import FILE, row_of

@@ -31,13 +31,14 @@ from ringspan.plan.model.media import NO_MEDIA, Media, read_media
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
-from ringspan.torch.layers.decoder import inner_of
+from ringspan.torch.data.media.cuts import pieces_of
+from ringspan.torch.data.media.kind import Modality
+from ringspan.torch.mechanisms.media.kinds import kind_of
+from ringspan.torch.mechanisms.media.towers import SharedTowers, share_out
+from ringspan.torch.model.layers.decoder import inner_of
 from ringspan.torch.model.view import view_of
-from ringspan.torch.multimodal.cuts import pieces_of
-from ringspan.torch.multimodal.kinds import Modality, kind_of
-from ringspan.torch.multimodal.towers import SharedTowers, share_out
 from tests.cases import few
-from tests.torch.multimodal.models import KINDS, SOUND, batch_of, build
+from tests.torch.mechanisms.media.models import KINDS, SOUND, batch_of, build
 
 REFUSED = {"paligemma": "prompt sees itself both ways"}
 # whose experts' products are all batched

@@ -12,8 +12,8 @@ from transformers import DynamicCache, GenerationConfig
 
 import ringspan as rs
 from ringspan.torch.generate.weights import gathered_bytes
-from ringspan.torch.layers.modules import local_part
-from ringspan.torch.memory.sharding import gathered_parameters, kept_whole
+from ringspan.torch.model.layers.modules import local_part
+from ringspan.torch.model.memory.sharding import gathered_parameters, kept_whole
 from tests.cases import long
 from tests.cli.commands.test_generate import byte_tokenizer
 from tests.pool import Pool

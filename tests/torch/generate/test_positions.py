@@ -110,7 +110,7 @@ def texts_and_warnings(mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[str]]
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ringspan.torch.layers.positions")
+    logger = logging.getLogger("ringspan.torch.model.layers.positions")
     logger.addHandler(handler)
     try:
         texts = [

@@ -10,8 +10,8 @@ import ringspan as rs
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
 from tests.cases import long
+from tests.torch.engine.recurrence.models import build
 from tests.torch.generate.models import prompt
-from tests.torch.recurrence.models import build
 
 MORE = (
     "qwen3_5_text", "kimi_linear", "olmo_hybrid", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "mamba",

@@ -21,11 +21,11 @@ from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.measure.trace.tracker import MemoryTracker
-from ringspan.torch.layers.blockwise import feedforward
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.layers.modules import local_part
-from ringspan.torch.memory.adamw import own_state
-from ringspan.torch.weights.packed import is_packed, parts_in, plain_parts
+from ringspan.torch.model.layers.blockwise import feedforward
+from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.model.layers.modules import local_part
+from ringspan.torch.model.memory.adamw import own_state
+from ringspan.torch.model.weights.packed import is_packed, parts_in, plain_parts
 from tests.cases import long
 from tests.torch.model.test_peft import LIMITS, stir
 from tests.torch.models import build, check, step, tokens, whole

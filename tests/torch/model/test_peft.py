@@ -26,8 +26,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ringspan as rs
 from ringspan.torch.generate.cache.identity import weights_digest
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.tensor_parallel.split import refuse_split
 from ringspan.torch.model.view import view_of
-from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.cases import long
 from tests.torch.models import build, check, relative, step, tokens, whole
 

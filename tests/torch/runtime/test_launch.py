@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.core.errors import EXIT_PEER_LOST, OutputError, RankLost
-from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.model.consistency.watchdog import Watchdog
 from ringspan.torch.runtime import launch as launcher
 from ringspan.torch.runtime.forks import ABORT_AFTER_SECONDS
 from ringspan.torch.runtime.launch import _LOGGERS, join, launch

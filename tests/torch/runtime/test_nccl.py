@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.cli.commands.train import _spare_memory
-from ringspan.torch.attention import op
-from ringspan.torch.attention.spec import AttentionSpec
+from ringspan.torch.engine.attention import op
+from ringspan.torch.engine.attention.spec import AttentionSpec
+from ringspan.torch.engine.transport import agreement
+from ringspan.torch.engine.transport.exchange import Exchange
+from ringspan.torch.engine.transport.protocol import FakeTransport, Nobody
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.runtime import launch, mesh
-from ringspan.torch.transport import agreement
-from ringspan.torch.transport.exchange import Exchange
-from ringspan.torch.transport.protocol import FakeTransport, Nobody
 from tests.torch.models import build, tokens
 
 

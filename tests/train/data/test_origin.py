@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.torch.weights import writing
+from ringspan.torch.model.weights import writing
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.loop import Observer, train
 from ringspan.train.run_folder.record import RunLock

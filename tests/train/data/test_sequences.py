@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from ringspan.core.errors import ConfigError
-from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.padding import IGNORED
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig

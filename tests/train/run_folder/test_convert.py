@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.torch.weights import writing
+from ringspan.torch.model.weights import writing
 from ringspan.train.loop import train
 from ringspan.train.run_folder import export
 from ringspan.train.run_folder.export import export_checkpoint

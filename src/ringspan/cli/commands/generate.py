@@ -185,7 +185,7 @@ def run(
 
     def arguments() -> tuple[Any, ...]:
         if under_torchrun:
-            from ringspan.torch.transport.collectives import from_first_rank
+            from ringspan.torch.engine.transport.collectives import from_first_rank
 
             prompt, ids = from_first_rank(found)
         else:

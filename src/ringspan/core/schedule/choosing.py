@@ -1,4 +1,4 @@
-"""Events of one rank in a pass of attention to keys that an index chooses (``ringspan.torch.attention.index``).
+"""Events of one rank in a pass of attention to keys that an index chooses (``ringspan.torch.mechanisms.chosen_keys``).
 
 The index's keys, then the keys of attention, arrive from all ranks that hold some that are seen here; backward fetches
 the latter again, and sends their gradients to their owners.

@@ -1,7 +1,7 @@
 """Events of one rank in one pass, in order: allocate, free, send, wait, compute, add.
 
-``ringspan.torch.attention`` carries out exactly these (tested); times (``timing``) and memory (``plan/cost/loop.py``)
-are read off them. No event creates a pass's inputs and results. n tokens.
+``ringspan.torch.engine.attention`` carries out exactly these (tested); times (``timing``) and memory
+(``plan/cost/loop.py``) are read off them. No event creates a pass's inputs and results. n tokens.
 """
 
 from collections.abc import Iterator

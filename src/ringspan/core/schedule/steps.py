@@ -22,7 +22,7 @@ MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part in a pass of one attention, like ``ringspan.torch.attention.part.Ring``.
+    """One rank's part in a pass of one attention, like ``ringspan.torch.engine.attention.part.Ring``.
 
     ``shape`` is of all heads, run in ``head_groups`` in turn; ``tokens`` and ``key_tokens`` are the rank's. ``kernel``
     gives a launch's bytes, None if it adds in place. ``kv_itemsize``: bytes of a number in backward's dk and dv, None

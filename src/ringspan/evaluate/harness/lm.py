@@ -24,11 +24,14 @@ from tqdm import tqdm
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line, shortened
 from ringspan.evaluate.records import Answers
-from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.generate.model import RingGenerator
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.positions import (
+    num_trained_positions,
+    rotates_by_length,
+)
 from ringspan.torch.model.tasks.causal_lm import token_logprobs
+from ringspan.torch.shard_batch import shard_batch
 
 _NEW_TOKENS: Final = 256  # lm-eval's default for tasks that give no number
 _NO_LIMIT: Final = 1 << 62

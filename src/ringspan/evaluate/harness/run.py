@@ -19,8 +19,8 @@ from ringspan.evaluate.records import records_file
 from ringspan.evaluate.settings import HarnessSettings
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import PATIENCE_SECONDS, Session, session
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.positions import rotates_by_length
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.positions import rotates_by_length
 
 _simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
 

@@ -31,16 +31,16 @@ from ringspan.measure.machine import (
     peak_bytes,
     timed,
 )
-from ringspan.torch.attention.arguments import check_tensors
-from ringspan.torch.attention.op import ring_attention
-from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.engine.attention.arguments import check_tensors
+from ringspan.torch.engine.attention.op import ring_attention
+from ringspan.torch.engine.transport.agreement import shared_bytes
+from ringspan.torch.engine.transport.exchange import COUNTERS
+from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.torch.transport.agreement import shared_bytes
-from ringspan.torch.transport.exchange import COUNTERS
+from ringspan.torch.shard_batch import shard_batch
 
 # The kinds of call that are timed, with their FLOPs in units of the forward pass.
 KINDS: Final = {

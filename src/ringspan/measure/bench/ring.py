@@ -20,17 +20,17 @@ from ringspan.core.names import BatchLayoutName, KernelName
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.measure.machine import describe_machine
-from ringspan.torch import kernels
-from ringspan.torch.attention import ring
-from ringspan.torch.attention.arguments import check_tensors
-from ringspan.torch.attention.block import Block
-from ringspan.torch.attention.part import Ring, num_head_groups
-from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.attention import ring
+from ringspan.torch.engine.attention.arguments import check_tensors
+from ringspan.torch.engine.attention.block import Block
+from ringspan.torch.engine.attention.part import Ring, num_head_groups
+from ringspan.torch.engine.attention.spec import AttentionSpec
+from ringspan.torch.engine.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.engine.transport import clock
+from ringspan.torch.engine.transport.exchange import PendingReceive, TensorSpec
+from ringspan.torch.engine.transport.protocol import FakeTransport, MessageKey, Nobody
 from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.transport import clock
-from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
-from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass

@@ -17,10 +17,10 @@ from torch.cuda import nccl
 
 from ringspan.core.messages.units import shown_bandwidth
 from ringspan.measure.machine import package_version
+from ringspan.torch.engine.transport.clock import synchronize
+from ringspan.torch.engine.transport.collectives import gather
+from ringspan.torch.engine.transport.exchange import Exchange, TensorSpec
 from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.transport.clock import synchronize
-from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.exchange import Exchange, TensorSpec
 
 PACKAGES: Final = ("ringspan", "torch", "transformers", "numpy")
 # These exchange messages with themselves on other ranks, so their versions must match.

@@ -49,15 +49,15 @@ from ringspan.measure.machine import (
 )
 from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
-from ringspan.torch import kernels
-from ringspan.torch.attention.arguments import check_tensors
-from ringspan.torch.attention.op import ring_attention
-from ringspan.torch.kernels.contract import Scores
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.attention.arguments import check_tensors
+from ringspan.torch.engine.attention.op import ring_attention
+from ringspan.torch.engine.kernels.contract import Scores
+from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.runtime.launch import join, launch, local_device
 from ringspan.torch.runtime.mesh import make_mesh, set_timeout
 from ringspan.torch.runtime.requirements import pip_command, shown, supported
 from ringspan.torch.runtime.seams import missing
-from ringspan.torch.transport.collectives import gather
 
 _NEEDED: Final = ("torch", "transformers")  # the others are optional
 # Optional packages, with what uses them and how to install them.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.shard_batch import shard_batch
 
 STEPS: Final = 2
 """Optimizer steps of a trial; the loss after them tells whether the weights are right."""

@@ -28,19 +28,24 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.reader import config_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
-from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.kernels import registered
-from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rules_of
-from ringspan.torch.kernels.local.eager import Eager
-from ringspan.torch.memory.adamw import HostAdamW
-from ringspan.torch.model.support import refuse_config
-from ringspan.torch.parallelize import put_on_mesh
-from ringspan.torch.runtime.mesh import make_mesh
-from ringspan.torch.transport.protocol import (
+from ringspan.torch.engine.kernels import registered
+from ringspan.torch.engine.kernels.device import (
+    ChunkSize,
+    DeviceRules,
+    ruled_by,
+    rules_of,
+)
+from ringspan.torch.engine.kernels.local.eager import Eager
+from ringspan.torch.engine.transport.protocol import (
     FakeTransport,
     Nobody,
     transport_registered,
 )
+from ringspan.torch.model.memory.adamw import HostAdamW
+from ringspan.torch.model.support import refuse_config
+from ringspan.torch.parallelize import put_on_mesh
+from ringspan.torch.runtime.mesh import make_mesh
+from ringspan.torch.shard_batch import shard_batch
 
 _TIMELINE_MOMENTS: Final = 400
 

@@ -16,11 +16,11 @@ from ringspan.measure.trace.dry_run import hugging_face_config, prepare, thinned
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.shapes import ModelShape
+from ringspan.torch.engine.transport.clock import Moment, now, seconds, synchronize
+from ringspan.torch.engine.transport.collectives import gather
+from ringspan.torch.engine.transport.exchange import recorded
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
-from ringspan.torch.transport.collectives import gather
-from ringspan.torch.transport.exchange import recorded
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
 NUM_STEPS: Final = 3  # the first settles, the second measures memory, the third time

@@ -21,16 +21,20 @@ from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
-from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded
-from ringspan.torch.transport.protocol import (
+from ringspan.torch.engine.transport.clock import Moment, now, seconds, synchronize
+from ringspan.torch.engine.transport.exchange import (
+    PendingReceive,
+    TransferRecord,
+    recorded,
+)
+from ringspan.torch.engine.transport.protocol import (
     FakeTransport,
     MessageKey,
     Nobody,
     transport_registered,
 )
+from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.runtime.launch import local_device
 
 _TIMED_STEPS: Final = 3
 

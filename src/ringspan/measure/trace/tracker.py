@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ringspan.core.names import CATEGORIES, Category
 from ringspan.measure.trace.torch_seams import watched_predictions, watched_resizes
-from ringspan.torch.attention import latents
-from ringspan.torch.attention import op as attention
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.engine.attention import latents
+from ringspan.torch.engine.attention import op as attention
+from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.model.layers.modules import local_part
 
 COMMUNICATION: Final = frozenset({"c10d", "_c10d_functional", "fsdp"})
 _ops = torch.ops

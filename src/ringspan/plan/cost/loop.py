@@ -1,4 +1,4 @@
-"""Backward memory of the loop in ``torch/attention/ring.py``, by ``core/schedule/events.py``."""
+"""Backward memory of the loop in ``torch/engine/attention/ring.py``, by ``core/schedule/events.py``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

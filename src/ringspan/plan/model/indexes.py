@@ -3,8 +3,8 @@
 from typing import Any
 
 from ringspan.core.selection import Index
-from ringspan.torch.layers.family import ChosenKeys
-from ringspan.torch.model.attention.choice import Choice
+from ringspan.torch.mechanisms.chosen_keys.choice import Choice
+from ringspan.torch.model.layers.family import ChosenKeys
 
 
 def index_of(module: Any, family: ChosenKeys, choice: Choice, token: int) -> Index:

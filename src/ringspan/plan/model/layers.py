@@ -21,11 +21,18 @@ from ringspan.core.selection import Index
 from ringspan.plan.model.indexes import index_of
 from ringspan.plan.model.kinds import PARTS, Kept
 from ringspan.plan.model.measured import WithIntegers, id_of
-from ringspan.torch.layers.family import ChosenKeys, family_of
-from ringspan.torch.model.attention.choice import Choice, attend_to_chosen, choice_of
-from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
+from ringspan.torch.engine.recurrence.current import SequencePass, passing
+from ringspan.torch.mechanisms.chosen_keys.choice import (
+    Choice,
+    attend_to_chosen,
+    choice_of,
+)
+from ringspan.torch.mechanisms.chosen_keys.modules import (
+    choosing_modules,
+    take_over_index,
+)
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
-from ringspan.torch.recurrence.current import SequencePass, passing
+from ringspan.torch.model.layers.family import ChosenKeys, family_of
 
 # A prime that divides no size of a model, so that a number of elements it divides is per token.
 _TOKENS: Final = 61
@@ -130,7 +137,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Counted(NamedTuple):
-    """Attention to latents on one rank (``ringspan.torch.model.attention.choice.Asked``)."""
+    """Attention to latents on one rank (``ringspan.torch.mechanisms.chosen_keys.choice.Asked``)."""
 
     module: nn.Module
     family: ChosenKeys

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from transformers import AttentionInterface
 
-from ringspan.torch.multimodal.cuts import pieces_of
+from ringspan.torch.data.media.cuts import pieces_of
 
 ATTENTION: Final = "ringspan_planned"
 """Attention that keeps what a fused kernel keeps, on a device without kernels."""

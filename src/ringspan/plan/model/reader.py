@@ -30,18 +30,21 @@ from ringspan.plan.model.layers import (
     run_layers,
 )
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.layers.decoder import (
+from ringspan.torch.mechanisms.chosen_keys.modules import choosing_modules
+from ringspan.torch.model.layers.decoder import (
     cached_kinds,
     decoder_of,
     layer_kinds,
     layers_of,
     text_config,
 )
-from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
-from ringspan.torch.model.attention.indexed import choosing_modules
+from ringspan.torch.model.layers.positions import (
+    num_learned_positions,
+    num_trained_positions,
+)
 from ringspan.torch.model.recurrent import state_of, stateful_modules
 from ringspan.torch.model.support import UNSUPPORTED_FIELDS, refuse_config
-from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
+from ringspan.torch.model.tensor_parallel.split import placements_of, refuse_split
 
 
 def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:

@@ -28,9 +28,7 @@ from ringspan.plan.model.measured import ATTENTION, Measured, measure
 from ringspan.plan.model.media import OPTIONS, Media, Units
 from ringspan.plan.model.reader import built, decoder_values
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.layers.decoder import inner_of, layers_of, towers_of
-from ringspan.torch.memory.checkpointing import checkpoint_all
-from ringspan.torch.multimodal.cuts import (
+from ringspan.torch.data.media.cuts import (
     Cut,
     FramesOfGrid,
     FramesOfVideos,
@@ -39,7 +37,10 @@ from ringspan.torch.multimodal.cuts import (
     WindowsOfSound,
     image_size_to_num_patches,
 )
-from ringspan.torch.multimodal.kinds import Modality, kinds
+from ringspan.torch.data.media.kind import Modality
+from ringspan.torch.mechanisms.media.kinds import kinds
+from ringspan.torch.model.layers.decoder import inner_of, layers_of, towers_of
+from ringspan.torch.model.memory.checkpointing import checkpoint_all
 
 
 def seeing_shape(

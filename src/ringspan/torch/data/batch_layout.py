@@ -14,10 +14,10 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName
-from ringspan.torch.attention.arguments import check_plain, find_group
-from ringspan.torch.attention.traced import rows_of
-from ringspan.torch.transport.agreement import agree
-from ringspan.torch.transport.digest import digest_integers
+from ringspan.torch.engine.attention.arguments import check_plain, find_group
+from ringspan.torch.engine.attention.traced import rows_of
+from ringspan.torch.engine.transport.agreement import agree
+from ringspan.torch.engine.transport.digest import digest_integers
 
 
 def shard(

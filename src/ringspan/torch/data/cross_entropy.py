@@ -17,10 +17,10 @@ from ringspan.core.names import (
     ReductionName,
     find_name,
 )
-from ringspan.torch.attention.arguments import check_loss, find_group
-from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossBlocks, LossOptions, Normalizers
-from ringspan.torch.transport.agreement import agree
+from ringspan.torch.data.padding import IGNORED
+from ringspan.torch.engine.attention.arguments import check_loss, find_group
+from ringspan.torch.engine.transport.agreement import agree
 
 
 def blockwise_cross_entropy(

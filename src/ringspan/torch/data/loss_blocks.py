@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringspan.core.costs import PRODUCT_ROWS
 from ringspan.core.messages.numbers import check_real, check_whole
-from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.padding import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ringspan.torch.consistency.calls import Call, hear_all
+from ringspan.torch.model.consistency.calls import Call, hear_all
 
 _drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar(
     "drawing", default=frozenset()

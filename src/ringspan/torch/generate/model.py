@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
-from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
-from ringspan.torch.consistency.fixed import calling_parts
-from ringspan.torch.consistency.loop_watch import in_call
+from ringspan.torch.engine.transport.digest import described
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.identity import reader_of
@@ -24,16 +22,23 @@ from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import CachePass, agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
-from ringspan.torch.layers.cache_names import cache_name, given_cache
-from ringspan.torch.layers.decoder import cached_kinds, cached_states
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.memory.sharding import recovering_shards, settle
 from ringspan.torch.model.attention.own import uses_alibi
+from ringspan.torch.model.consistency.calls import (
+    Call,
+    check_call,
+    exchanging,
+    preparing,
+)
+from ringspan.torch.model.consistency.fixed import calling_parts
+from ringspan.torch.model.consistency.loop_watch import in_call
+from ringspan.torch.model.layers.cache_names import cache_name, given_cache
+from ringspan.torch.model.layers.decoder import cached_kinds, cached_states
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.model.memory.sharding import recovering_shards, settle
 from ringspan.torch.model.recurrent import why_no_cache
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.runtime.mesh import text_groups
-from ringspan.torch.transport.digest import described
 
 
 class CacheCost(NamedTuple):

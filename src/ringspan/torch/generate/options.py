@@ -12,26 +12,30 @@ from transformers.generation.utils import GenerationMixin
 
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.calls import meeting
-from ringspan.torch.consistency.fixed import check_fixed
-from ringspan.torch.consistency.forward import check_entries
-from ringspan.torch.data.media import MEDIA, Media, media_of
+from ringspan.torch.data.media.inputs import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
+from ringspan.torch.engine.transport.digest import described
 from ringspan.torch.generate.agreed import AgreedCriteria
 from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
-from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import cached_kinds, head_counts, head_sizes
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.positions import check_text
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.model.attention.indexed import choosing_modules
+from ringspan.torch.mechanisms.media.checks import check_media
+from ringspan.torch.mechanisms.media.kinds import has_grid_positions
 from ringspan.torch.model.config_changes import check_configs
-from ringspan.torch.multimodal.checks import check_media
-from ringspan.torch.multimodal.kinds import has_grid_positions
-from ringspan.torch.transport.digest import described
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.consistency.fixed import check_fixed
+from ringspan.torch.model.consistency.forward import check_entries
+from ringspan.torch.model.layers.cache_names import (
+    OF_GENERATE,
+    OURS,
+    cache_name,
+    name_ours,
+)
+from ringspan.torch.model.layers.decoder import cached_kinds, head_counts, head_sizes
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.positions import check_text
+from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 
 # Types of arguments that ranks compare as text.
 _PLAIN: Final = (
@@ -79,6 +83,8 @@ def agreed_options(
             if isinstance(value, Tensor)
         }
         _refuse_options(model, config, arguments)
+        _keep_images(model, arguments)
+        _check_length(model, config, arguments)
         if arguments.get("past_key_values") is None and arguments.get(
             "use_cache", config.use_cache is not False
         ):
@@ -92,55 +98,54 @@ def agreed_options(
     config = arguments.get("generation_config") or model.generation_config
     # Replicas gather no weights from each other, so one may end before the others.
     arguments.setdefault("synced_gpus", False)
-    if (seconds := _asked(config, arguments, "max_time")) is not None:
-        arguments["max_time"] = None
-        clock = MaxTimeCriteria(float(seconds))
-        arguments["stopping_criteria"] = [
-            *(arguments.get("stopping_criteria") or ()),
-            clock,
-        ]
-        if config.max_time is not None:
-            arguments["generation_config"] = config = GenerationConfig(
-                **{**config.to_dict(), "max_time": None}
-            )
-    if arguments.get("stopping_criteria"):
-        arguments["stopping_criteria"] = AgreedCriteria.of(
-            arguments["stopping_criteria"], model.ring_mesh
-        )
-    if (
-        cache := arguments.get("past_key_values")
-    ) is not None and not model.ring_is_generating:
-        # An earlier call may have failed while it was recording.
-        cache.records_past = False
-        inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
-        new = _num_new_tokens(config, arguments, inputs.shape[1])
-        # Generation may end before ``new`` tokens, so no more than a chunk is reserved for them.
-        cache.reserve(
-            max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS)
-        )
-        if (
-            cache.shares.length
-            and has_grid_positions(model)
-            and arguments.get("position_ids") is None
-        ):
-            media = next(
-                (
-                    arguments[name]
-                    for name in MEDIA
-                    if isinstance(arguments.get(name), Media)
-                ),
-                None,
-            )
-            mask = arguments.get("attention_mask")
-            arguments["position_ids"] = whole_positions(
-                model, cache, inputs, mask, media
-            )
+    _agree_on_the_end(model, config, arguments)
+    if not model.ring_is_generating:
+        _continue_cache(model, config, arguments)
     if OURS in arguments:
         # The installed transformers, and Mamba's classes, may expect the cache under another name.
         cache = arguments[OF_GENERATE] = arguments.pop(OURS)
         if OF_GENERATE == OURS and cache_name(decoder_on_ring(model)) == "cache_params":
             arguments["cache_params"] = cache
     return arguments
+
+
+def _agree_on_the_end(
+    model: RingModel, config: GenerationConfig, arguments: dict[str, Any]
+) -> None:
+    """Have the ranks end generation together: their clocks and criteria of the user's may differ."""
+    if (seconds := _asked(config, arguments, "max_time")) is not None:
+        clock = MaxTimeCriteria(float(seconds))
+        criteria = arguments.get("stopping_criteria") or ()
+        arguments["max_time"] = None
+        arguments["stopping_criteria"] = [*criteria, clock]
+        if config.max_time is not None:
+            without = {**config.to_dict(), "max_time": None}
+            arguments["generation_config"] = GenerationConfig(**without)
+    if arguments.get("stopping_criteria"):
+        arguments["stopping_criteria"] = AgreedCriteria.of(
+            arguments["stopping_criteria"], model.ring_mesh
+        )
+
+
+def _continue_cache(
+    model: Any, config: GenerationConfig, arguments: dict[str, Any]
+) -> None:
+    """Make room in a call's cache for its tokens, and give positions that count the cached images."""
+    if (cache := arguments.get("past_key_values")) is None:
+        return
+    # An earlier call may have failed while it was recording.
+    cache.records_past = False
+    inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
+    new = _num_new_tokens(config, arguments, inputs.shape[1])
+    # Generation may end before ``new`` tokens, so no more than a chunk is reserved for them.
+    cache.reserve(max(cache.shares.length, inputs.shape[1]) + min(new, PREFILL_TOKENS))
+    is_placed = arguments.get("position_ids") is not None
+    if not cache.shares.length or not has_grid_positions(model) or is_placed:
+        return
+    given = (arguments.get(name) for name in MEDIA)
+    media = next((each for each in given if isinstance(each, Media)), None)
+    mask = arguments.get("attention_mask")
+    arguments["position_ids"] = whole_positions(model, cache, inputs, mask, media)
 
 
 def _complete(model: RingModel, arguments: dict[str, Any]) -> None:
@@ -172,26 +177,26 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
     return arguments[name] if name in arguments else getattr(config, name, None)
 
 
+# Options of ``generate`` that a ring does not honour, with remedies.
+_UNHONOURED: Final = {
+    "cache_implementation": "leave it out, the cache is split over the ring",
+    "output_attentions": "leave it out",
+    "output_hidden_states": "leave it out",
+}
+
+
 def _refuse_options(
     model: RingModel, config: GenerationConfig, arguments: dict[str, Any]
 ) -> None:
-    """Raise UnsupportedError for arguments of ``generate`` that a ring does not honour.
-
-    It also replaces pixel values in ``arguments`` by the images of the tokens that the cache does not hold yet.
-    """
+    """Raise UnsupportedError for arguments of ``generate`` that a ring does not honour."""
     cache = arguments.get("past_key_values")
     check_cache(cache)
     if cache is not None and cache.shares.ranks != model.ring_axis.size():
         raise UnsupportedError(
             f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()"
         )
-    for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
+    for name, remedy in _UNHONOURED.items():
         if value := _asked(config, arguments, name):
-            remedy = (
-                "leave it out, the cache is split over the ring"
-                if "cache" in name
-                else "leave it out"
-            )
             raise UnsupportedError(
                 f"{name}={value!r} is not supported on a ring; {remedy}"
             )
@@ -200,22 +205,43 @@ def _refuse_options(
             f"assistant_early_exit={layers} is not supported on a ring, where no layer is left out; give an "
             "assistant_model, or prompt_lookup_num_tokens"
         )
-    held = 0 if cache is None or model.ring_is_generating else cache.shares.length
-    if model.ring_stateful or held:
-        why = f"over a cache that holds {held} tokens, all of which transformers would read again"
-        why = (
-            f"with {class_name(model)}, from whose states no token is taken back"
-            if model.ring_stateful
-            else why
-        )
-        for name in ("assistant_model", "prompt_lookup_num_tokens"):
-            if _asked(config, arguments, name):
-                raise UnsupportedError(f"{name} is not supported {why}; leave it out")
+    _refuse_assistants(model, config, arguments, cache)
     for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             raise UnsupportedError(
                 f"generate with {name} is not supported on a ring; give input_ids alone"
             )
+    inputs = _prompt_of(arguments)
+    check_entries("input_ids", inputs, model.ring_vocabularies[0])
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        marked_tokens(mask)
+    if cache is not None and not model.ring_is_generating:
+        _check_continues(cache, inputs, mask)
+        if cache.shares.length and has_grid_positions(model) and mask is None:
+            _check_padding(config, arguments, inputs)
+
+
+def _refuse_assistants(
+    model: RingModel,
+    config: GenerationConfig,
+    arguments: dict[str, Any],
+    cache: RingCache | None,
+) -> None:
+    """Raise UnsupportedError for tokens that are guessed and taken back, where a ring cannot take them back."""
+    held = 0 if cache is None or model.ring_is_generating else cache.shares.length
+    if model.ring_stateful:
+        why = f"with {class_name(model)}, from whose states no token is taken back"
+    elif held:
+        why = f"over a cache that holds {held} tokens, all of which transformers would read again"
+    else:
+        return
+    for name in ("assistant_model", "prompt_lookup_num_tokens"):
+        if _asked(config, arguments, name):
+            raise UnsupportedError(f"{name} is not supported {why}; leave it out")
+
+
+def _prompt_of(arguments: dict[str, Any]) -> Tensor:
     inputs = arguments.get("inputs", arguments.get("input_ids"))
     if not isinstance(inputs, Tensor) or inputs.ndim != 2 or inputs.is_floating_point():
         raise UnsupportedError(
@@ -225,27 +251,27 @@ def _refuse_options(
         raise UnsupportedError(
             f"generate needs a prompt of at least one token, got the shape {tuple(inputs.shape)}"
         )
-    check_entries("input_ids", inputs, model.ring_vocabularies[0])
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        marked_tokens(mask)
-    if cache is not None and not model.ring_is_generating:
-        _check_continues(cache, inputs, mask)
-        if cache.shares.length and has_grid_positions(model) and mask is None:
-            _check_padding(config, arguments, inputs)
-    _keep_images(model, arguments, inputs)
+    return inputs
+
+
+def _check_length(
+    model: RingModel, config: GenerationConfig, arguments: dict[str, Any]
+) -> None:
+    """Raise for a text beyond what the model's positions reach, or say once that it is beyond its training."""
+    inputs, mask = _prompt_of(arguments), arguments.get("attention_mask")
     prompt = inputs.shape[1] if mask is None else int(mask.sum(-1).max())
     new = _num_new_tokens(config, arguments, inputs.shape[1])
     check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
 
 
-def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
+def _keep_images(model: RingModel, arguments: dict[str, Any]) -> None:
     """Replace pixels by uncached tokens' images: transformers would repeat pixels row by row for beams."""
     # A call inside of generate gets arguments whose pixels the outer call has replaced.
     if model.ring_media is None or model.ring_is_generating:
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):
         return
+    inputs = _prompt_of(arguments)
     cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
     count = (inputs if mask is None else mask).shape[1] - (
         0 if cache is None else cache.shares.length
@@ -335,12 +361,13 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
     settings = arguments.get("generation_config") or model.generation_config
     longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])
     rows = len(inputs) * max(_asked(settings, arguments, "num_beams") or 1, 1)
-    numbers = _cached_numbers(decoder_on_ring(model), longest)
+    numbers = _cached_numbers(model, longest)
     return int(rows * numbers * model.dtype.itemsize) // model.ring_axis.size()
 
 
-def _cached_numbers(decoder: Any, length: int) -> float:
-    """Count the numbers cached for a sequence: keys and values, or latents, that are still seen, and index keys."""
+def _cached_numbers(model: RingModel, length: int) -> float:
+    """Count the numbers cached for a sequence: keys and values, or latents, that are still seen, and mechanisms'."""
+    decoder: Any = decoder_on_ring(model)
     config = decoder.config
     each = [
         2 * heads * size
@@ -356,12 +383,8 @@ def _cached_numbers(decoder: Any, length: int) -> float:
     keys = sum(
         numbers * min(length, kind.reach or length) for kind, numbers in kinds if kind
     )
-    indexes: Any = (
-        getattr(each, "compressor", None) or each.indexer
-        for each in choosing_modules(decoder)
-    )
     return keys + length * sum(
-        index.key_numbers for index in indexes if index is not None
+        each.cached_numbers(decoder) for each in model.ring_mechanisms
     )
 
 

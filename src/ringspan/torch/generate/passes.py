@@ -16,32 +16,41 @@ from ringspan.core.geometry.layer_mask import CAUSAL, Blocks, LayerMask
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.mask import Mask, Region
 from ringspan.core.geometry.shares import Runs
-from ringspan.torch.attention.cached import Reach, Turn
-from ringspan.torch.consistency.calls import meeting
-from ringspan.torch.consistency.forward import check_entries
-from ringspan.torch.data.media import MEDIA, TOKEN_TYPES, Media, media_of
+from ringspan.torch.data.media.inputs import MEDIA, TOKEN_TYPES, Media, media_of
+from ringspan.torch.data.media.kind import Kind
 from ringspan.torch.data.padding import marked_tokens
+from ringspan.torch.engine.attention.cached import Reach, Turn
+from ringspan.torch.engine.recurrence.current import Before, SequencePass, passing
+from ringspan.torch.engine.transport.digest import described
 from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import new_positions, new_shifts
-from ringspan.torch.layers.blockwise.head import head_of
-from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import (
+from ringspan.torch.mechanisms.media.checks import check_media
+from ringspan.torch.mechanisms.media.kinds import has_grid_positions
+from ringspan.torch.mechanisms.media.towers import PromptImages
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.consistency.forward import check_entries
+from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.model.layers.blockwise.head import head_of
+from ringspan.torch.model.layers.cache_names import (
+    OF_GENERATE,
+    OURS,
+    cache_name,
+    name_ours,
+)
+from ringspan.torch.model.layers.decoder import (
     finished_logits,
     text_config,
 )
-from ringspan.torch.layers.family import family_of
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
-from ringspan.torch.layers.positions import beyond_table, rotates
-from ringspan.torch.layers.rope import set_global_length
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.model.forward_arguments import check_arguments
-from ringspan.torch.multimodal.checks import check_media
-from ringspan.torch.multimodal.kinds import Kind, has_grid_positions
-from ringspan.torch.multimodal.towers import PromptImages
-from ringspan.torch.recurrence.current import Before, SequencePass, passing
-from ringspan.torch.transport.digest import described
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.numbering import (
+    counts_real_tokens,
+    first_position,
+    told,
+)
+from ringspan.torch.model.layers.positions import beyond_table, rotates
+from ringspan.torch.model.layers.rope import set_global_length
+from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 
 # Arguments that transformers' ``generate`` passes on to each forward pass, and no model uses.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
@@ -190,29 +199,8 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
             f"logits_to_keep must be a number of last tokens, got a {type(keep).__name__}"
         )
     length = ids.shape[1] + (0 if cache is None else cache.shares.length)
-    if mask is not None and tuple(mask.shape) != (len(ids), length):
-        raise UnsupportedError(
-            f"attention_mask has the shape {tuple(mask.shape)}; for {len(ids)} x {length} tokens, those in the cache "
-            f"included, it must be {(len(ids), length)}"
-        )
-    # ``generate`` checks the mask once for all of its passes.
-    if mask is not None and not model.ring_is_generating:
-        marked_tokens(mask)
-    if mask is not None and model.ring_stateful and not bool(mask.all()):
-        raise UnsupportedError(
-            f"attention_mask with padding: states of {class_name(model)} would take it in; give prompts of one length "
-            "in a batch, or one at a time"
-        )
-    is_pooled = _has_pools(model)
-    if (
-        mask is not None
-        and is_pooled
-        and bool((mask.bool()[:, :-1] & ~mask.bool()[:, 1:]).any())
-    ):
-        raise UnsupportedError(
-            f"attention_mask with padding behind tokens: {class_name(model)} pools tokens one after the other; pad on "
-            "the left"
-        )
+    if mask is not None:
+        _check_mask(model, mask, (len(ids), length))
     if positions is not None and positions.shape[-1] != ids.shape[1]:
         raise UnsupportedError(
             f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each"
@@ -224,6 +212,20 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
     last = length if positions is None else int(positions.max()) + 1
     if error := beyond_table(model, decoder_on_ring(model), last):
         raise error
+
+
+def _check_mask(model: RingModel, mask: Tensor, shape: tuple[int, int]) -> None:
+    """Raise UnsupportedError for a mask of other tokens, or of padding that a mechanism does not take."""
+    if tuple(mask.shape) != shape:
+        raise UnsupportedError(
+            f"attention_mask has the shape {tuple(mask.shape)}; for {shape[0]} x {shape[1]} tokens, those in the cache "
+            f"included, it must be {shape}"
+        )
+    # ``generate`` checks the mask once for all of its passes.
+    if not model.ring_is_generating:
+        marked_tokens(mask)
+    for each in model.ring_mechanisms:
+        each.refuse_cached(model, mask)
 
 
 def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
@@ -241,17 +243,7 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     if attention_mask is not None and not bool(attention_mask.all()):
         real = real_runs(attention_mask)
     if position_ids is None:
-        decoder = decoder_on_ring(model)
-        # Like transformers' forward, which numbers padding too in models with learned positions; ``generate`` skips it.
-        skips = (
-            rotates(text_config(model.config))
-            or has_grid_positions(model)
-            or counts_real_tokens(decoder)
-        )
-        position_ids = new_positions(
-            model, cache, len(ids), count, attention_mask if skips else None, media
-        )
-        position_ids = position_ids + first_position(decoder)
+        position_ids = _positions(model, cache, ids, attention_mask, media)
     # With images, positions have a time, row and column too: (4, B, n).
     position_ids = position_ids.to(device).expand(
         *position_ids.shape[:-2], len(ids), -1
@@ -288,6 +280,28 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(**found)
 
 
+def _positions(
+    model: RingModel,
+    cache: RingCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    media: Media | None,
+) -> Tensor:
+    """Return the positions of new tokens (B, n) that no caller has numbered, as transformers' forward does."""
+    decoder = decoder_on_ring(model)
+    # Its models with learned positions number padding too, which ``generate`` skips.
+    skips = (
+        rotates(text_config(model.config))
+        or has_grid_positions(model)
+        or counts_real_tokens(decoder)
+    )
+    seen = mask if skips else None
+    rows, count = ids.shape
+    return new_positions(model, cache, rows, count, seen, media) + first_position(
+        decoder
+    )
+
+
 def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[slice]:
     first = 0
     while first < count:
@@ -318,8 +332,7 @@ def _turn(
     )
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
-    if _has_pools(model):
-        # Windows of pooled tokens are counted from the start, whatever the layer still holds.
+    if any(each.reads_all(model) for each in model.ring_mechanisms):
         firsts[CAUSAL] = 0
     new = cache.add(count, is_split=splits)
     reaches = {
@@ -443,8 +456,3 @@ def layer_masks(
         both_ways = (Region(one, end, one, end, hi=-1) for one, end in of_row)
         masks.append(Mask((*before.regions, *both_ways)))
     return tuple(masks)
-
-
-def _has_pools(model: RingModel) -> bool:
-    index = family_of(text_config(model.config)).index
-    return index is not None and index.pools

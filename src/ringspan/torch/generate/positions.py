@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringspan.torch.data.media import Media
+from ringspan.torch.data.media.inputs import Media
 from ringspan.torch.generate.cache.cache import RingCache
-from ringspan.torch.layers.view import RingModel
-from ringspan.torch.multimodal.kinds import has_grid_positions
+from ringspan.torch.mechanisms.media.kinds import has_grid_positions
+from ringspan.torch.model.layers.view import RingModel
 
 
 def new_positions(

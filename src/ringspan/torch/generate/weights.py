@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 from ringspan.core.names import WEIGHTS_NAMES
-from ringspan.torch.layers.view import RingModel
-from ringspan.torch.memory.sharding import kept_whole
+from ringspan.torch.model.layers.view import RingModel
+from ringspan.torch.model.memory.sharding import kept_whole
 
 # Share of the free memory that whole weights may take; a chunk's activations need the rest.
 _SPARE: Final = 0.9

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import forward_of, mix_in, refusing
-from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
+from ringspan.torch.model.layers.modules import forward_of, mix_in, refusing
+from ringspan.torch.model.memory.sharding import settle
 from ringspan.torch.model.saving import voted, whole_weights
-from ringspan.torch.weights.base import note_base
+from ringspan.torch.model.weights.base import note_base
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -1,6 +1,7 @@
 """A decoder's pass over local tokens to hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,76 +9,109 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layer_mask import Blocks, Segments
-from ringspan.torch.attention.traced import ends_of, rows_of
 from ringspan.torch.data.batch import positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
-from ringspan.torch.data.media import Media
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.numbering import counts_real_tokens, told
-from ringspan.torch.layers.positions import note_length
-from ringspan.torch.layers.rope import set_global_length
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.memory.folds import Fold
+from ringspan.torch.data.targets import Targets
+from ringspan.torch.engine.attention.traced import ends_of, rows_of
+from ringspan.torch.engine.recurrence.current import SequencePart, SequencePass, passing
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.numbering import counts_real_tokens, told
+from ringspan.torch.model.layers.positions import note_length
+from ringspan.torch.model.layers.rope import set_global_length
+from ringspan.torch.model.layers.router_loss import real_tokens_of
+from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.recurrent import starts_of
-from ringspan.torch.multimodal.kinds import blocks_of
-from ringspan.torch.multimodal.towers import find_pass
-from ringspan.torch.recurrence.current import IndexLoss, SequencePass, passing
 
 
-def local_hidden_states(
-    model: RingModel, input_ids: Tensor, position_ids: Tensor, longest: int, document_lengths: Tensor | None,
-    media: Media | None, fold: Fold | None = None, index_loss: IndexLoss | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute hidden states (B, T, C) of local tokens (B, T); ``longest``: tokens of the longest document, unpadded."""
+@dataclass
+class LocalPass:
+    """A pass over local tokens (B, T), as mechanisms see and change it before the decoder runs."""
+
+    model: RingModel
+    input_ids: Tensor
+    position_ids: Tensor
+    longest: int
+    """Tokens of the longest document, unpadded."""
+    document_lengths: Tensor | None
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the pass that only mechanisms read, by name."""
+    real_tokens: Tensor | None = None
+    wants_loss: bool = False
+    """True if the pass is asked for the loss of targets."""
+    targets: Targets | None = None
+    count: int = 0
+    """Targets of all ranks."""
+
+    blocks: Sequence[Blocks] | None = None
+    """Each row's blocks of tokens that see each other both ways."""
+    decode: Callable[[dict[str, Any]], Any] | None = None
+    """Runs the decoder on its arguments, in place of a call of it."""
+    part: SequencePart | None = None
+    """The part of the sequences that these tokens are; None if they are this rank's whole share."""
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Values that mechanisms keep for their layers during the pass, each under its name."""
+    outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Values that mechanisms add to the model's output."""
+
+    @property
+    def real(self) -> Tensor:
+        """Mask (B, T) of local tokens that are not padding."""
+        if self.real_tokens is None:
+            self.real_tokens = real_tokens_of(
+                self.model, self.position_ids, self.longest, self.document_lengths
+            )
+        return self.real_tokens
+
+
+def local_hidden_states(now: LocalPass) -> Tensor:
+    """Compute the hidden states (B, T, C) of a pass's tokens."""
+    model, lengths = now.model, now.document_lengths
     decoder = decoder_on_ring(model)
-    if document_lengths is not None and counts_real_tokens(decoder):
-        ring = model.ring_axis
-        folds, number = model.ring_folds if fold else 1, fold.number if fold else 0
-        length = position_ids.shape[1] * ring.size() * folds
-        split = BatchLayout.of(
-            model.ring_layout, length, ring.size(), document_lengths, folds
-        )
-        inside = positions_of(
-            split, ring.get_local_rank(), document_lengths, len(document_lengths)
-        )
-        position_ids = inside.to(position_ids).chunk(folds, 1)[number]
-    set_global_length(decoder, longest)
+    for each in model.ring_mechanisms:
+        each.begin(now)
+    positions = now.position_ids
+    if lengths is not None and counts_real_tokens(decoder):
+        positions = _positions_in_documents(now, lengths)
+    set_global_length(decoder, now.longest)
     if model.training:
-        _note_length(model, longest)
-    blocks = None
-    if media is not None and model.ring_media is not None:
-        blocks = blocks_of(model.ring_media, media, document_lengths)
+        _note_length(model, now.longest)
     packed = None
-    if document_lengths is not None or blocks is not None:
-        packed = Packed(model, document_lengths, position_ids, blocks)
+    if lengths is not None or now.blocks is not None:
+        packed = Packed(model, lengths, positions, now.blocks)
     others: dict[str, Any] = {"ring_packed": packed} if packed else {}
     if model.ring_router is not None:
         # The router loss records the scores itself, so transformers need not return them.
         others["output_router_logits"] = False
     # A compiled program cannot read the current pass, and does not need to: layers with a state are never compiled.
-    sequences = (
-        None
-        if model.ring_compiled
-        else _sequences(model, position_ids.shape[1], packed, fold, index_loss)
-    )
-    seen = find_pass(model, media, position_ids.shape[1], document_lengths)
+    sequences = None if model.ring_compiled else _sequences(now, packed)
     with passing(sequences):
-        # Padding has positions after the end, which a learned table may not have.
-        positions = position_ids.clamp_max(longest - 1)
         given = {
-            "input_ids": input_ids,
-            "position_ids": positions,
+            "input_ids": now.input_ids,
+            # Padding has positions after the end, which a learned table may not have.
+            "position_ids": positions.clamp_max(now.longest - 1),
             "use_cache": False,
             **others,
         }
         with told(decoder, given) as told_all:
-            out: Any = decoder(**told_all) if seen is None else seen.decode(told_all)
+            out: Any = (
+                decoder(**told_all) if now.decode is None else now.decode(told_all)
+            )
     if packed and not packed.is_seen:
         raise UnsupportedError(
             f"{class_name(model)} does not hand its keyword arguments on to attention, so "
             "packed documents would see each other; give it one document a sequence"
         )
     return out.last_hidden_state
+
+
+def _positions_in_documents(now: LocalPass, lengths: Tensor) -> Tensor:
+    """Return local positions (B, T) counted within documents, also where the batch's count over rows."""
+    model, ring = now.model, now.model.ring_axis
+    folds, number = (1, 0) if now.part is None else (model.ring_folds, now.part.number)
+    length = now.position_ids.shape[1] * ring.size() * folds
+    split = BatchLayout.of(model.ring_layout, length, ring.size(), lengths, folds)
+    inside = positions_of(split, ring.get_local_rank(), lengths, len(lengths))
+    return inside.to(now.position_ids).chunk(folds, 1)[number]
 
 
 class Packed:
@@ -113,24 +147,25 @@ class Packed:
 
 
 @torch.compiler.disable()
-def _sequences(
-    model: RingModel,
-    tokens: int,
-    packed: Packed | None,
-    fold: Fold | None,
-    index_loss: IndexLoss | None,
-) -> SequencePass:
-    """Return the pass that layers with a state and folds read: each row's layout, the ring and documents' starts."""
-    ring = model.ring_axis
-    split = BatchLayout((fold.layout,)) if fold is not None else packed and packed.split
-    split = split or BatchLayout.of(
-        model.ring_layout, tokens * ring.size(), ring.size(), None
-    )
+def _sequences(now: LocalPass, packed: Packed | None) -> SequencePass:
+    """Return the pass that layers with a state and mechanisms read: each row's layout, the ring, documents' starts."""
+    model, ring = now.model, now.model.ring_axis
+    split = packed.split if packed is not None else None
+    if now.part is not None:
+        split = BatchLayout((now.part.layout,))
+    elif split is None:
+        tokens = now.position_ids.shape[1] * ring.size()
+        split = BatchLayout.of(model.ring_layout, tokens, ring.size(), None)
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
         starts = tuple(starts_of([row for row in packed.rows if row])) or starts
     return SequencePass(
-        split.rows, ring.get_group(), starts, packed, fold=fold, index_loss=index_loss
+        split.rows,
+        ring.get_group(),
+        starts,
+        packed,
+        part=now.part,
+        notes=now.notes,
     )
 
 

@@ -15,15 +15,23 @@ from ringspan.core.geometry.layer_mask import Segments
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BatchLayoutName
 from ringspan.core.recurrence.spans import places_of
-from ringspan.torch.layers.decoder import STATEFUL_LAYERS
-from ringspan.torch.layers.family import families
-from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
-from ringspan.torch.layers.view import ModelView
-from ringspan.torch.recurrence import rules
-from ringspan.torch.recurrence.current import SequencePass, begin_calls, current_pass
-from ringspan.torch.recurrence.functions import FUNCTIONS, SELECTIVE_SCAN, StateFunction
-from ringspan.torch.recurrence.plan import Starts
-from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
+from ringspan.torch.engine.recurrence import rules
+from ringspan.torch.engine.recurrence.current import (
+    SequencePass,
+    begin_calls,
+    current_pass,
+)
+from ringspan.torch.engine.recurrence.functions import (
+    FUNCTIONS,
+    SELECTIVE_SCAN,
+    StateFunction,
+)
+from ringspan.torch.engine.recurrence.plan import Starts
+from ringspan.torch.engine.recurrence.recurrence import convolution, recurrence, resumed
+from ringspan.torch.model.layers.decoder import STATEFUL_LAYERS
+from ringspan.torch.model.layers.family import families
+from ringspan.torch.model.layers.modules import Mixin, forward_of, local_part, mix_in
+from ringspan.torch.model.layers.view import ModelView
 
 _CONVOLUTION: Final = "causal_conv1d_fn"
 # Kernels of a whole layer, which neither take nor return states. As None they make a layer call single functions.
@@ -45,7 +53,7 @@ def refuse_stateful(view: ModelView) -> None:
     name, decoder, held = view.name, view.decoder, view.stateful
     for path, module in decoder.named_modules():
         parent = path.rpartition(".")[0]
-        # A family's mixin replaces ``_short_conv`` (``ringspan.torch.model.attention.pooled``).
+        # A family's mixin replaces ``_short_conv`` (``ringspan.torch.mechanisms.chosen_keys.pooled``).
         is_ours = parent in held or hasattr(
             decoder.get_submodule(parent), "_short_conv"
         )

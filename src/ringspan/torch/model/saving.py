@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.calls import Call, check_call, meeting
-from ringspan.torch.consistency.loop_watch import in_call
-from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.layers.modules import class_name, whole
-from ringspan.torch.layers.positions import as_trained
-from ringspan.torch.layers.view import RingModel
-from ringspan.torch.memory.sharding import settle
-from ringspan.torch.transport.collectives import gather_over
-from ringspan.torch.weights.packed import has_packed
-from ringspan.torch.weights.writing import (
+from ringspan.torch.engine.transport.collectives import gather_over
+from ringspan.torch.model.consistency.calls import Call, check_call, meeting
+from ringspan.torch.model.consistency.loop_watch import in_call
+from ringspan.torch.model.consistency.optimizers import optimizer_facts
+from ringspan.torch.model.layers.modules import class_name, whole
+from ringspan.torch.model.layers.positions import as_trained
+from ringspan.torch.model.layers.view import RingModel
+from ringspan.torch.model.memory.sharding import settle
+from ringspan.torch.model.weights.packed import has_packed
+from ringspan.torch.model.weights.writing import (
     MAX_SHARD_SIZE,
     missing_room,
     plan_weights,

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.fixed import HOOKED
-from ringspan.torch.layers.blockwise.blocks import mixes_tokens
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.layers.embedding import own_gradient
-from ringspan.torch.memory.shared_blocks import find_shared_blocks
-from ringspan.torch.weights.packed import (
+from ringspan.torch.model.consistency.fixed import HOOKED
+from ringspan.torch.model.layers.blockwise.blocks import mixes_tokens
+from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.model.layers.embedding import own_gradient
+from ringspan.torch.model.memory.shared_blocks import find_shared_blocks
+from ringspan.torch.model.weights.packed import (
     PACKERS,
     is_packed,
     packed_weights,

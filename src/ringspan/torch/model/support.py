@@ -13,18 +13,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import kernel_name
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.torch import kernels
-from ringspan.torch.attention.comm_dtype import check_comm_dtype
-from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.layers.blockwise.head import (
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.attention.comm_dtype import check_comm_dtype
+from ringspan.torch.engine.kernels.contract import Scores
+from ringspan.torch.model.attention.support import refuse_attention
+from ringspan.torch.model.layers.blockwise.head import (
     current_copy,
     input_size,
     joined,
     refuse_mixing,
 )
-from ringspan.torch.layers.decoder import (
+from ringspan.torch.model.layers.decoder import (
     STATEFUL_LAYERS,
     finished_logits,
     has_attention,
@@ -34,15 +34,14 @@ from ringspan.torch.layers.decoder import (
     logit_softcap,
     text_config,
 )
-from ringspan.torch.layers.family import family_of
-from ringspan.torch.layers.modules import instead
-from ringspan.torch.layers.positions import refuse_rope_by_length
-from ringspan.torch.layers.rope import is_rotary
-from ringspan.torch.layers.view import ModelView
-from ringspan.torch.model.attention.support import refuse_attention
+from ringspan.torch.model.layers.family import family_of
+from ringspan.torch.model.layers.modules import instead
+from ringspan.torch.model.layers.positions import refuse_rope_by_length
+from ringspan.torch.model.layers.rope import is_rotary
+from ringspan.torch.model.layers.view import ModelView
 from ringspan.torch.model.recurrent import refuse_stateful
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
-from ringspan.torch.weights.loading import filled, named_in, refuse_not_finite
+from ringspan.torch.model.weights.loading import filled, named_in, refuse_not_finite
 
 _log: Final = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ def refuse_kernel(
     ring: DeviceMesh,
 ) -> None:
     """Raise if a kernel is unknown or cannot serve the model on the ring's devices."""
-    kernel_name(kernel)
+    kernels.check_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     if not head_sizes(config):  # a model without attention
         return

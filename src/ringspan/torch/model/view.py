@@ -4,11 +4,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.decoder import decoder_of, inner_of, layers_of, towers_of
-from ringspan.torch.layers.family import family_of
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.own import own_attention
+from ringspan.torch.model.layers.decoder import (
+    decoder_of,
+    inner_of,
+    layers_of,
+    towers_of,
+)
+from ringspan.torch.model.layers.family import family_of
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.view import ModelView
 from ringspan.torch.model.recurrent import stateful_modules
 
 SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"

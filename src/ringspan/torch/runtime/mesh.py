@@ -176,6 +176,11 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     return tp if tp is not None and tp.size() > 1 else None
 
 
+def loss_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return the groups over which a loss is summed: replicas, and the ranks of a ring."""
+    return [mesh.get_group(axis) for axis in ("replicate", "ring")]
+
+
 def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that share or generate one text."""
     groups = [

@@ -19,9 +19,9 @@ from torch import Tensor
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
 from ringspan.generate.chat_template import reads, template_of
-from ringspan.torch.data.batch import IGNORED
-from ringspan.torch.data.media import MEDIA as INPUTS
-from ringspan.torch.data.media import TOKEN_TYPES
+from ringspan.torch.data.media.inputs import MEDIA as INPUTS
+from ringspan.torch.data.media.inputs import TOKEN_TYPES
+from ringspan.torch.data.padding import IGNORED
 from ringspan.train.data.messages import MEDIA, Example
 
 VIDEO_REMEDY: Final = (

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
-from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.data.padding import IGNORED
 from ringspan.train.config.data_table import DataConfig, DocumentsName
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents

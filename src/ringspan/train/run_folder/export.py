@@ -32,14 +32,14 @@ from ringspan.generate.folder import (
     tokenizer_folder,
 )
 from ringspan.generate.settings import GenerateSettings
-from ringspan.torch.layers.positions import as_trained, note_length
-from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
+from ringspan.torch.model.layers.positions import as_trained, note_length
+from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.saving import voted
-from ringspan.torch.weights.deferred import Region, deferred, shape_of
-from ringspan.torch.weights.files import opened_files
-from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.writing import (
+from ringspan.torch.model.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.model.weights.files import opened_files
+from ringspan.torch.model.weights.loading import auto_class
+from ringspan.torch.model.weights.writing import (
     MAX_SHARD_SIZE,
     WeightsPlan,
     missing_room,

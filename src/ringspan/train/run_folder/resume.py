@@ -12,7 +12,7 @@ from ringspan.checkpoints.state import model_facts
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import sync_folder, write_synced
 from ringspan.core.messages.lines import few, first_change
-from ringspan.torch.transport.collectives import from_first_rank
+from ringspan.torch.engine.transport.collectives import from_first_rank
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Data

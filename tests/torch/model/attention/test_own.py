@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 import ringspan as rs
-from ringspan.torch.layers.decoder import head_counts, layer_kinds
+from ringspan.torch.model.layers.decoder import head_counts, layer_kinds
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from tests.cases import long

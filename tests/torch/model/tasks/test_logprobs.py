@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 import ringspan as rs
 from ringspan.measure.machine import allocated_bytes
 from tests.cases import long
-from tests.torch.layers.blockwise.test_head import alter, halve
+from tests.torch.model.layers.blockwise.test_head import alter, halve
 from tests.torch.models import build, relative, tokens, whole_gradients
 from tests.torch.test_parallelize import restarting
 

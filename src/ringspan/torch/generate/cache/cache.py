@@ -11,13 +11,13 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
-from ringspan.torch.attention.cached import Turn, current_turn
+from ringspan.torch.engine.attention.cached import Turn, current_turn
 from ringspan.torch.generate.cache.identity import Reader
 from ringspan.torch.generate.cache.pools import Pools, Tail
 from ringspan.torch.generate.cache.quantised import QuantisedRows, check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import Rearranged, StateLayer
-from ringspan.torch.layers.modules import refusing
+from ringspan.torch.model.layers.modules import refusing
 
 
 class RingCache(Cache):

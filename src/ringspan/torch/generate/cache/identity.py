@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringspan.torch.consistency.fixed import known_parameters
-from ringspan.torch.consistency.optimizers import num_steps
-from ringspan.torch.layers.modules import local_part
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
-from ringspan.torch.weights.deferred import is_first_copy
+from ringspan.torch.model.consistency.fixed import known_parameters
+from ringspan.torch.model.consistency.optimizers import num_steps
+from ringspan.torch.model.layers.modules import local_part
+from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.model.memory.sharding import settle
+from ringspan.torch.model.weights.deferred import is_first_copy
 
 # Bits kept of each sum, so that the total over any number of ranks fits in 63.
 _BITS: Final = 40

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringspan.torch.attention.cached import Turn
+from ringspan.torch.engine.attention.cached import Turn
 from ringspan.torch.generate.cache.rows import Rows
 
 

@@ -35,16 +35,16 @@ from ringspan.core.files.signed import (
 )
 from ringspan.core.geometry.shares import Runs, runs_from
 from ringspan.core.messages.lines import one_line, refused, shortened
-from ringspan.torch.consistency.calls import meeting
+from ringspan.torch.engine.transport.collectives import gather_over
 from ringspan.torch.generate.cache.cache import RingCache, RingLayer
 from ringspan.torch.generate.cache.identity import config_of, reader_of, weights_digest
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.view import RingModel
-from ringspan.torch.memory.sharding import settle
+from ringspan.torch.mechanisms.media.kinds import has_grid_positions, is_of
 from ringspan.torch.model.config_changes import deciding_fields
-from ringspan.torch.multimodal.kinds import has_grid_positions, is_of
-from ringspan.torch.transport.collectives import gather_over
-from ringspan.torch.weights.files import opened_files
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.view import RingModel
+from ringspan.torch.model.memory.sharding import settle
+from ringspan.torch.model.weights.files import opened_files
 
 MANIFEST: Final = "manifest.json"
 _PARTS: Final = "keys", "values", "index"

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.engine.attention.cached import current_turn
+from ringspan.torch.engine.recurrence.current import current_pass
 from ringspan.torch.generate.cache.pools import Tail, last_inputs
-from ringspan.torch.recurrence.current import current_pass
 
 
 class Rearranged:

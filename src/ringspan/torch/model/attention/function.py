@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,25 +14,23 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layer_mask import CAUSAL, Blocks, LayerMask, Segments
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.cached import Turn, current_turn
-from ringspan.torch.attention.latents import latent_attention
-from ringspan.torch.attention.op import attend_to
-from ringspan.torch.attention.request import Request, in_autocast
-from ringspan.torch.attention.traced import layer_attention, note_masks, parts_of
-from ringspan.torch.layers.cache_names import NAMES
-from ringspan.torch.layers.family import CONVENTIONS, Family
-from ringspan.torch.memory.folds import Fold, attend_in_folds
-from ringspan.torch.model.attention.choice import (
-    Asked,
-    AskedOfCache,
-    Rows,
+from ringspan.torch.engine.attention.cached import Turn, current_turn
+from ringspan.torch.engine.attention.latents import latent_attention
+from ringspan.torch.engine.attention.op import attend_to
+from ringspan.torch.engine.attention.request import Request, in_autocast
+from ringspan.torch.engine.attention.traced import layer_attention, note_masks, parts_of
+from ringspan.torch.engine.recurrence.current import SequencePart, current_pass
+from ringspan.torch.model.attention.call import AttentionCall, Rows
+from ringspan.torch.model.attention.latents import (
     absorbed_attention,
-    choice_of,
+    absorbs,
+    expansion_of,
 )
-from ringspan.torch.model.attention.latents import absorbs, expansion_of, parts_to_send
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
+from ringspan.torch.model.layers.cache_names import NAMES
+from ringspan.torch.model.layers.family import CONVENTIONS, Family
 from ringspan.torch.model.local_pass import Packed
-from ringspan.torch.recurrence.current import current_pass
+from ringspan.torch.model.mechanism import Attends
 
 # Arguments of a pass over a cache that are handled before attention.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
@@ -43,10 +42,13 @@ def register_attention(
     kinds: tuple[LayerMask, ...],
     config: StepConfig,
     *,
-    is_indexed: bool = False,
+    attends: Attends | None = None,
     family: Family = CONVENTIONS,
 ) -> str:
-    """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
+    """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name.
+
+    ``attends``, if given, sees every call first, and may compute it in place of the ring.
+    """
     # Windows of the masks that the decoder has asked for; None stands for a mask without a window. A layer that passes
     # no window has the window of its config only if the decoder has asked for such a mask, or the family sets it.
     masked: set[int | None] = set()
@@ -72,8 +74,8 @@ def register_attention(
     ) -> tuple[Tensor, None]:
         """Attend over the ring or a cache: local (B, H, T, D) to (B, T, H, D), and no weights.
 
-        The signature is that of transformers' attention functions. A layer with an index attends to the keys it has
-        chosen, unless these are all that a query sees. Other layers attend under the mask of their kind.
+        The signature is that of transformers' attention functions. Layers attend under the mask of their kind, unless
+        ``attends`` takes the call.
         """
         # A compiled program cannot read the current pass or turn, and is not used where it would need them.
         is_program = torch.compiler.is_compiling()
@@ -86,31 +88,35 @@ def register_attention(
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in _OVER_CACHE
             }
-        choice = choice_of(kwargs, attention_mask) if is_indexed else None
-        given = None if is_indexed else attention_mask
-        check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
-        if choice is not None and (turn is not None or not choice.is_of_everything):
-            assert scaling is not None, "a module with an index gives its own"
-            if turn is not None:
-                return choice.attend(
-                    module, (query, key, value), AskedOfCache(turn, scaling, s_aux)
-                ), None
-            rows = _rows(
-                ring_packed,
-                query.shape[2] * dist.get_world_size(ring),
-                CAUSAL,
-                config,
-            )
-            of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
-            return choice.attend(module, (query, key, value), of_choice), None
-        if choice is None:
+        tokens = query.shape[2] * dist.get_world_size(ring)
+        call = AttentionCall(
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            mask=attention_mask,
+            further=kwargs,
+            scale=scaling,
+            sinks=s_aux,
+            ring=ring,
+            turn=turn,
+            rows_under=partial(_rows, ring_packed, tokens, config=config),
+        )
+        if attends is not None:
+            call = attends(call)
+        check_attention(
+            module,
+            call.further | {"attention_mask": call.mask, "dropout": dropout},
+        )
+        if call.compute is not None:
+            return call.compute(), None
+        kind = call.kind
+        if kind is None:
             kind = _kind_of_layer(module, kinds, sliding_window, masked)
-        else:
-            kind, (key, value) = CAUSAL, parts_to_send(module, query, key, value)
         asked = Request(
             q=query,
-            k=key,
-            v=value,
+            k=call.key,
+            v=call.value,
             group=ring,
             scale=scaling,
             softcap=softcap,
@@ -133,8 +139,8 @@ def register_attention(
             )
             out = out.transpose(1, 2)
         else:
-            fold = None if sequences is None else sequences.fold
-            out = _over_ring(module, asked, ring_packed, ring, kind, config, fold)
+            part = None if sequences is None else sequences.part
+            out = _over_ring(module, asked, ring_packed, ring, kind, config, part)
         return out, None
 
     def no_mask(
@@ -150,7 +156,8 @@ def register_attention(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
         masked.add(local_size)
-        if is_indexed:
+        if attends is not None:
+            # Modules that combine a mask with what they choose take an empty one.
             return torch.zeros(1, 1, 1, 0, dtype=torch.bool)
         return torch.zeros(()) if family.takes_mask else None
 
@@ -190,11 +197,16 @@ def _over_cache(
 
 def _over_ring(
     module: nn.Module, asked: Request, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerMask,
-    config: StepConfig, fold: Fold | None,
+    config: StepConfig, of_text: SequencePart | None,
 ) -> Tensor:  # fmt: skip
-    """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
+    """Attend over the ring, each row under its documents' mask: (B, T, H, D).
+
+    ``of_text`` is the part of the sequences that is computed now, None if they are computed whole.
+    """
     length = (
-        asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
+        asked.q.shape[2] * dist.get_world_size(ring)
+        if of_text is None
+        else of_text.length
     )
     if _has_scale(module):
         if packed:
@@ -202,8 +214,8 @@ def _over_ring(
         else:
             layout = (
                 batch_layout(config.layout, length, dist.get_world_size(ring))
-                if fold is None
-                else fold.layout
+                if of_text is None
+                else of_text.layout
             )
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
         asked = asked._replace(q=_scaled(module, asked.q, positions))
@@ -216,8 +228,8 @@ def _over_ring(
         else:
             parts.append(
                 attend_to(request)
-                if fold is None
-                else attend_in_folds(fold, (module, number), request)
+                if of_text is None
+                else of_text.attend((module, number), request)
             )
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
 

@@ -3,7 +3,7 @@
 Modules compress a token's keys and values to R numbers and a rotary part of P, and expand both for each of H heads.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -13,17 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.schedule.choice import sends_latents
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.cached import Turn, current_turn
-from ringspan.torch.layers.modules import Mixin, mix_in
-from ringspan.torch.model.attention.choice import expansion, is_matrix
-from ringspan.torch.model.attention.indexed import ChoosingAttention, choosing_modules
+from ringspan.torch.engine.attention.cached import Turn, current_turn
+from ringspan.torch.model.layers.modules import Mixin, computes_as, mix_in
+from ringspan.torch.model.weights.packed import is_packed
 from ringspan.torch.runtime.mesh import tensor_axis
 
 _FOR_LONG_HEADS: Final = ("auto", "eager")
 """Kernels that compute with keys as long as a latent."""
 
 
-class LatentAttention(Mixin):
+class HandsLatents(Mixin):
+    """A module that hands latents to the attention function, and not the keys and values of its heads."""
+
+    ring_hands_latents = True
+
+
+class LatentAttention(HandsLatents):
     ring_absorbs: bool
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +58,11 @@ def latent_modules(
         config, route_of(config, ranks), ranks, has_tp=tensor_axis(mesh) is not None
     ):
         return []
-    choosing = {*choosing_modules(decoder)}
     return [
         module
         for module in decoder.modules()
         if hasattr(module, "expand_kv")
-        and module not in choosing
+        and not isinstance(module, HandsLatents)
         and _is_worth_it(module)
     ]
 
@@ -89,31 +93,48 @@ def absorbs(module: object, turn: Turn) -> bool:
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
     """Return the matrix (H, n + v, R) that expands latents; None if the module has expanded them itself."""
-    hands_latents = isinstance(module, LatentAttention) or _sends_latents(module)
-    return expansion(module, query, latents) if hands_latents else None
+    return expansion(module, query, latents) if hands_latents(module) else None
 
 
-def _sends_latents(module: nn.Module) -> bool:
-    return isinstance(module, ChoosingAttention) and module.ring_sends_latents
+def hands_latents(module: nn.Module) -> bool:
+    return isinstance(module, HandsLatents) and module.ring_hands_latents
 
 
-def parts_to_send(
-    module: Any, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that a module sends if its queries attend to every key they see.
+def absorbed_attention(
+    module: Any, query: Tensor, latents: Tensor, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return attention (B, H, T, v) of queries (B, H, T, n + P) that ``attend`` to latents, absorbed."""
+    matrix, nope = expansion(module, query, latents), module.qk_nope_head_dim
+    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
+    out = attend(torch.cat((absorbed, query[..., nope:]), -1))
+    return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
 
-    These are latents and their rotary part; on a route that sends no latents, the expanded keys and values.
-    """
-    if not hasattr(module, "expand_kv"):
-        return key, value
-    latents, rotary = key[..., : module.kv_lora_rank], key[..., module.kv_lora_rank :]
-    if _sends_latents(module):
-        return latents, rotary
-    expanded = torch.einsum(
-        "btr,hdr->bhtd", latents[:, 0], expansion(module, query, latents)
+
+def is_matrix(projection: Any) -> bool:
+    """Return whether a projection, adapters included, computes a product with one matrix."""
+    parts = [*projection.modules()]
+    is_lora = not hasattr(projection, "base_layer") or type(
+        projection
+    ).__module__.startswith("peft.tuners.lora")
+    # Some variants of LoRA compute with the tokens themselves.
+    if not is_lora or getattr(projection, "lora_variant", None):
+        return False
+    # 8-bit projections of bitsandbytes round their inputs as well.
+    is_rounded = any(hasattr(getattr(part, "weight", None), "SCB") for part in parts)
+    has_more = any(
+        getattr(part, "bias", None) is not None or getattr(part, "p", 0)
+        for part in parts
     )
-    nope = module.qk_nope_head_dim
-    keys = torch.cat(
-        (expanded[..., :nope], rotary.expand(-1, expanded.shape[1], -1, -1)), -1
-    )
-    return keys, expanded[..., nope:]
+    return not is_rounded and not has_more
+
+
+def expansion(module: Any, query: Tensor, latents: Tensor) -> Tensor:
+    """Return the matrix (H, n + v, R) that turns latents into keys and values of queries' heads, adapters included."""
+    matrix = module.kv_b_proj
+    if computes_as(matrix, nn.Linear) and not is_packed(matrix.weight):
+        matrix = matrix.weight
+    else:
+        matrix = matrix(
+            torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
+        ).T
+    return matrix.unflatten(0, (query.shape[1], -1))

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.cache_names import given_cache
-from ringspan.torch.layers.family import family_of
-from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.model.layers.cache_names import given_cache
+from ringspan.torch.model.layers.family import family_of
+from ringspan.torch.model.layers.modules import Mixin, forward_of, mix_in
+from ringspan.torch.model.layers.view import ModelView
 
 
 class OwnAttention(Mixin):

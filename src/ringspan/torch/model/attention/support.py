@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.decoder import has_index, without_attention
-from ringspan.torch.layers.numbering import numbers_itself, takes_positions
-from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.own import uses_alibi
-from ringspan.torch.weights.loading import filled
+from ringspan.torch.model.layers.decoder import has_index, without_attention
+from ringspan.torch.model.layers.numbering import numbers_itself, takes_positions
+from ringspan.torch.model.layers.view import ModelView
+from ringspan.torch.model.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
 
@@ -57,15 +57,6 @@ def refuse_attention(view: ModelView) -> None:
             f"{name} numbers its tokens itself (its decoder takes no position_ids), so that each rank would begin "
             "with 0; use a model whose decoder takes position_ids"
         )
-
-
-def why_no_tree(view: ModelView) -> str:
-    """Name the layers that do not compute trees of segments; empty if all do."""
-    if has_index(view.decoder.config):
-        return "an index that chooses keys"
-    return (
-        "ALiBi, which counts distances in the row" if uses_alibi(view.decoder) else ""
-    )
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import (
@@ -19,21 +18,24 @@ from transformers.modeling_outputs import (
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import ReductionName
-from ringspan.torch.attention.traced import ends_of
-from ringspan.torch.consistency.fixed import Fixed, Weights
-from ringspan.torch.consistency.forward import (
+from ringspan.torch.data.batch import SHARDED
+from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
+from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
+from ringspan.torch.data.loss_blocks import LossOptions
+from ringspan.torch.data.targets import Targets, whole_results
+from ringspan.torch.engine.attention.traced import ends_of
+from ringspan.torch.engine.transport.collectives import Sum, SumOfGradients
+from ringspan.torch.model.config_changes import check_configs
+from ringspan.torch.model.consistency.fixed import Fixed, Weights
+from ringspan.torch.model.consistency.forward import (
     agreeing,
     check_forward,
     in_pass,
     recovering,
 )
-from ringspan.torch.consistency.loop_watch import watch_backward
-from ringspan.torch.data.batch import SHARDED
-from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
-from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
-from ringspan.torch.data.loss_blocks import LossOptions
-from ringspan.torch.data.media import Media
-from ringspan.torch.layers.blockwise.head import (
+from ringspan.torch.model.consistency.loop_watch import watch_backward
+from ringspan.torch.model.forward_arguments import check_arguments
+from ringspan.torch.model.layers.blockwise.head import (
     called_cross_entropy,
     current_copy,
     head_of,
@@ -43,21 +45,15 @@ from ringspan.torch.layers.blockwise.head import (
     logits_of,
     refuse_mixing,
 )
-from ringspan.torch.layers.decoder import finished_logits
-from ringspan.torch.layers.modules import class_name, local_part
-from ringspan.torch.layers.router_loss import real_tokens_of, wanted_router
-from ringspan.torch.layers.view import RingModel
-from ringspan.torch.memory.sharding import renew_types, settle, with_shards
-from ringspan.torch.model.attention.index_loss import index_loss, teaches_index
-from ringspan.torch.model.config_changes import check_configs
-from ringspan.torch.model.forward_arguments import check_arguments
-from ringspan.torch.model.local_pass import local_hidden_states
+from ringspan.torch.model.layers.decoder import finished_logits
+from ringspan.torch.model.layers.modules import class_name, local_part
+from ringspan.torch.model.layers.router_loss import wanted_router
+from ringspan.torch.model.layers.view import RingModel
+from ringspan.torch.model.local_pass import LocalPass, local_hidden_states
+from ringspan.torch.model.memory.sharding import renew_types, settle, with_shards
 from ringspan.torch.model.saving import Saved
-from ringspan.torch.model.tasks.folded import in_folds
-from ringspan.torch.recurrence.current import IndexLoss
-from ringspan.torch.runtime.mesh import tensor_axis
-from ringspan.torch.tensor_parallel.split import splits_vocabulary
-from ringspan.torch.transport.collectives import Sum, SumOfGradients
+from ringspan.torch.model.tensor_parallel.split import splits_vocabulary
+from ringspan.torch.runtime.mesh import loss_groups, tensor_axis
 
 
 class Asked(Enum):
@@ -68,7 +64,7 @@ class Asked(Enum):
 
 @dataclass
 class LearningOutput(MoeCausalLMOutputWithPast):
-    """Output of a pass whose indexes learn; ``loss`` includes their gradient but not their value."""
+    """Output of a pass to which mechanisms add; ``loss`` includes their gradient but not their value."""
 
     index_loss: Tensor | None = None
 
@@ -94,14 +90,16 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> object:
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
-        asked = _asked(kwargs)
+        asked = asked_in(kwargs)
         with in_pass(self, asked.value):
             bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
             weights = Weights(self)
             with recovering(self), agreeing(self, kwargs):
-                if self.ring_folds > 1:
-                    return weights.until_backward(_in_folds(self, call, kwargs))
+                runs = (each.runs(self) for each in self.ring_mechanisms)
+                run = next((each for each in runs if each is not None), None)
+                if run is not None:
+                    return weights.until_backward(run(self, call, kwargs))
                 return weights.until_backward(with_shards(self, call(**kwargs)))
 
     def ring_bind(
@@ -129,7 +127,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         batch_digest: Tensor | None = None,
         layout_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
-        media: Media | None = None,
+        media: object = None,
         tree_targets: Tensor | None = None,
         output_router_logits: bool | None = None,
         labels: Tensor | None = None,
@@ -143,7 +141,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
         whole batch's, ``tree_targets`` (R, 2 or 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
         ``token_logprobs``, or a ``PerToken``.
-        ``index_loss`` of the result is what indexes learn from (``ringspan.torch.model.attention.index_loss``).
+        ``index_loss`` of the result is what indexes learn from (``ringspan.torch.mechanisms.chosen_keys.index_loss``).
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
         ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
 
@@ -161,107 +159,86 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
                 "forward was called by itself: call model(**batch), which gathers the weights first"
             )
         renew_types(self)
-        asked = _asked(kwargs)
+        asked = asked_in(kwargs)
         is_scored = asked is Asked.LOGPROBS
         router = None if is_scored else wanted_router(self, output_router_logits)
-        longest = int(sequence_length)
         recording = nullcontext() if router is None else router.recorder.recording()
-        teaches = (
-            asked is Asked.LOSS and shift_labels is not None and teaches_index(self)
-        )
-        if real_tokens is None and (teaches or router is not None):
-            real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
-        learning = (
-            IndexLoss(real_tokens) if teaches and real_tokens is not None else None
+        targets = None
+        if shift_labels is not None:
+            targets = Targets(shift_labels, tree_targets)
+        now = LocalPass(
+            model=self,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            longest=int(sequence_length),
+            document_lengths=document_lengths,
+            given={"media": media, "fold": kwargs.get("ring_fold")},
+            real_tokens=real_tokens,
+            wants_loss=asked is Asked.LOSS and targets is not None,
+            targets=targets,
+            count=int(num_items_in_batch),
         )
         with recording as scores:
-            fold: Any = kwargs.get("ring_fold")
-            batch = input_ids, position_ids, longest, document_lengths, media
-            hidden = local_hidden_states(self, *batch, fold, learning)
-        # A token before several branches has several targets, so its hidden state is repeated.
-        if tree_targets is not None:
-            hidden = hidden[:, tree_targets[:, 0]]
-        if is_scored:
-            assert shift_labels is not None, "checked by __call__"
-            whole = _whole_length(longest, document_lengths)
-            found = _logprobs(
-                self, hidden, shift_labels, whole, document_lengths, tree_targets
-            )
-            return watch_backward(found)
+            hidden = local_hidden_states(now)
         auxiliary = None
-        if router is not None and real_tokens is not None:
-            auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
-        if isinstance(asked, PerToken):
-            assert shift_labels is not None, "checked by __call__"
-            return _output(
-                auxiliary,
-                logits=watch_backward(asked.compute(self, hidden, shift_labels)),
-            )
-        if shift_labels is None:
+        if router is not None:
+            groups = loss_groups(self.ring_mesh)
+            auxiliary = router(scores or [], now.real.flatten(), groups)
+        if targets is None:
             logits = finished_logits(
                 logits_of(head_of(self), hidden),
                 self.ring_loss.logit_scale,
                 self.ring_loss.softcap,
             )
-            return _output(auxiliary, logits=logits)
-        weights = (
-            None
-            if tree_targets is None or tree_targets.shape[1] == 2
-            else tree_targets[:, 2]
-        )
-        loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
+            return output_of(auxiliary, logits=logits)
+        hidden = targets.predicted_by(hidden)
+        if is_scored:
+            return watch_backward(_logprobs(now, hidden, targets))
+        if isinstance(asked, PerToken):
+            found = asked.compute(self, hidden, targets.labels)
+            return output_of(auxiliary, logits=watch_backward(found))
+        loss = _loss(self, hidden, targets, now.count)
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
-        if learning is None:
-            return _output(auxiliary, loss=watch_backward(loss))
-        learnt = index_loss(
-            learning, shift_labels, int(num_items_in_batch), _groups(self)
-        )
-        taught = watch_backward(loss + (learnt - learnt.detach()))
-        return LearningOutput(
-            loss=taught, aux_loss=auxiliary, index_loss=learnt.detach()
-        )
+        for each in self.ring_mechanisms:
+            loss = each.finish(now, loss)
+        return output_of(auxiliary, loss=watch_backward(loss), **now.outputs)
 
 
+_PLAIN_OUTPUT: Final = frozenset({"loss", "logits"})
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 
 @torch.compiler.disable()
-def _loss(
-    model: RingModel,
-    hidden: Tensor,
-    targets: Tensor,
-    count: int,
-    weights: Tensor | None = None,
-) -> Tensor:
+def _loss(model: RingModel, hidden: Tensor, targets: Targets, count: int) -> Tensor:
     # Evaluation is plain cross-entropy, without z_loss and label smoothing.
     options = model.ring_loss if model.training else _plain(model)
-    if weights is None:
-        total = _cross_entropy(model, hidden, targets, options, "sum")
+    if targets.weights is None:
+        total = _cross_entropy(model, hidden, targets.labels, options, "sum")
     else:
-        total = (
-            _cross_entropy(model, hidden, targets, options, "none") * weights
-        ).sum()
-    return Sum.apply(total / max(count, 1), _groups(model))
+        each = _cross_entropy(model, hidden, targets.labels, options, "none")
+        total = (each * targets.weights).sum()
+    return Sum.apply(total / max(count, 1), loss_groups(model.ring_mesh))
 
 
 @torch.compiler.disable()
-def _logprobs(
-    model: RingModel, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None,
-    tree_targets: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _logprobs(now: LocalPass, hidden: Tensor, targets: Targets) -> Tensor:
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
-    local = _local_logprobs(model, hidden, targets)
-    if tree_targets is not None:
-        return whole_results(local, tree_targets, length, model.ring_axis.get_group())
-    return gathered_tokens(model, local, length, document_lengths)
+    model, lengths = now.model, now.document_lengths
+    local = local_logprobs(model, hidden, targets.labels)
+    length = whole_length(now.longest, lengths)
+    if targets.places is None:
+        return gathered_tokens(model, local, length, lengths)
+    group = model.ring_axis.get_group()
+    return whole_results(local, targets.places, length, group)
 
 
-def _whole_length(longest: int, document_lengths: Tensor | None) -> int:
+def whole_length(longest: int, document_lengths: Tensor | None) -> int:
+    """Return the tokens of a batch's rows, unpadded."""
     return longest if document_lengths is None else int(ends_of(document_lengths).max())
 
 
-def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
+def local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
     return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(
         targets.shape
     )
@@ -276,29 +253,6 @@ def gathered_tokens(
         model.ring_layout, length, ring.size(), document_lengths, model.ring_folds
     )
     return Unsharded.apply(local, split, ring.get_group())
-
-
-def _in_folds(
-    model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]
-) -> object:
-    asked = _asked(kwargs)
-    if asked is Asked.LOGPROBS:
-        lengths = kwargs.get("document_lengths")
-        length = _whole_length(int(kwargs["sequence_length"]), lengths)
-        local = in_folds(
-            model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)}
-        )
-        return watch_backward(gathered_tokens(model, local, length, lengths))
-    found = watch_backward(in_folds(model, call, kwargs))
-    return _output(None, **{"logits" if found.ndim else "loss": found})
-
-
-def whole_results(
-    local: Tensor, tree_targets: Tensor, length: int, group: dist.ProcessGroup
-) -> Tensor:
-    """Return all ranks' results (1, length, ...), given a tree's local ones (1, R, ...)."""
-    whole = local.new_zeros(1, length, *local.shape[2:])
-    return Sum.apply(whole.index_add(1, tree_targets[:, 1], local), [group])
 
 
 def _plain(model: RingModel) -> LossOptions:
@@ -352,19 +306,18 @@ def _refuse_head(model: RingModel, head: nn.Module, *, is_split: bool) -> None:
         vars(model)["ring_head"] = kind
 
 
-def _groups(model: RingModel) -> list[dist.ProcessGroup]:
-    return [model.ring_mesh.get_group(axis) for axis in ("replicate", "ring")]
-
-
-def _output(
+def output_of(
     auxiliary: Tensor | None, **values: Any
 ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    """Return a model's output, with the routers' auxiliary loss or what a mechanism adds if there is any."""
+    if not values.keys() <= _PLAIN_OUTPUT:
+        return LearningOutput(aux_loss=auxiliary, **values)
     if auxiliary is None:
         return CausalLMOutputWithPast(**values)
     return MoeCausalLMOutputWithPast(aux_loss=auxiliary, **values)
 
 
-def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
+def asked_in(arguments: dict[str, Any]) -> Asked | PerToken:
     asked = arguments.get("ring_asked")
     return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 
@@ -377,7 +330,7 @@ def _bind(
     UnsupportedError if a request for per-token numbers lacks targets, or ``token_logprobs`` gets unknown keys.
     """
     bound = _SIGNATURE.bind(model, *args, **kwargs)
-    asked = _asked(kwargs)
+    asked = asked_in(kwargs)
     if asked is not Asked.LOSS:
         given = {name for name, value in kwargs.items() if value is not None} - {
             "ring_asked"

@@ -14,19 +14,20 @@ from transformers.modeling_outputs import (
 )
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.padding import IGNORED
-from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.router_loss import refuse_router_loss
-from ringspan.torch.layers.view import ModelView, RingModel
-from ringspan.torch.memory.sharding import renew_types
-from ringspan.torch.model.local_pass import local_hidden_states
+from ringspan.torch.data.targets import Targets
+from ringspan.torch.engine.transport.collectives import Sum
+from ringspan.torch.model.consistency.loop_watch import watch_backward
+from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.router_loss import refuse_router_loss
+from ringspan.torch.model.layers.view import ModelView, RingModel
+from ringspan.torch.model.local_pass import LocalPass, local_hidden_states
+from ringspan.torch.model.memory.sharding import renew_types
 from ringspan.torch.model.support import giving, is_same, refuse_unsupported_decoder
 from ringspan.torch.model.tasks.causal_lm import Asked, RingCausalLM
 from ringspan.torch.model.view import LABELS, SEQUENCES
-from ringspan.torch.transport.collectives import Sum
-from ringspan.torch.weights.loading import named_in, refuse_not_finite
+from ringspan.torch.model.weights.loading import named_in, refuse_not_finite
 
 
 def pools(model: nn.Module) -> bool:
@@ -143,16 +144,13 @@ class RingClassifier(RingCausalLM):
         ), "by __call__"
         renew_types(self)
         longest = int(sequence_length)
-        hidden = local_hidden_states(
-            self, input_ids, position_ids, longest, document_lengths, None
-        )
+        now = LocalPass(self, input_ids, position_ids, longest, document_lengths)
+        hidden = local_hidden_states(now)
         head: Any = getattr(self, LABELS)
         # A tree of rows: local logits (1, R, L) of the rows' last tokens (``ends_of``).
         if shift_labels is not None and tree_targets is not None:
-            pooled = (
-                head(hidden[:, tree_targets[:, 0]])
-                * (shift_labels != IGNORED)[..., None]
-            )
+            last = Targets(shift_labels, tree_targets).predicted_by(hidden)
+            pooled = head(last) * (shift_labels != IGNORED)[..., None]
             return SequenceClassifierOutputWithPast(logits=watch_backward(pooled))
         if not pools(self):
             return TokenClassifierOutput(logits=watch_backward(head(hidden)))

@@ -13,23 +13,23 @@ from transformers import PreTrainedModel
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
-from ringspan.torch.consistency.calls import meeting
-from ringspan.torch.consistency.fixed import Fixed, Weights, check_fixed
-from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
-from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import shard
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.modules import class_name, forward_of
-from ringspan.torch.layers.positions import beyond_table, refuse_rope_by_length
-from ringspan.torch.layers.router_loss import refuse_router_loss
-from ringspan.torch.layers.view import ModelView, RingModel, decoder_on_ring
-from ringspan.torch.memory.sharding import note_copies, renew_types, settle
+from ringspan.torch.engine.transport.collectives import Sum
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.config_changes import check_configs
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.consistency.fixed import Fixed, Weights, check_fixed
+from ringspan.torch.model.consistency.forward import in_pass, pass_facts, recovering
+from ringspan.torch.model.consistency.loop_watch import watch_backward
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.modules import class_name, forward_of
+from ringspan.torch.model.layers.positions import beyond_table, refuse_rope_by_length
+from ringspan.torch.model.layers.router_loss import refuse_router_loss
+from ringspan.torch.model.layers.view import ModelView, RingModel, decoder_on_ring
+from ringspan.torch.model.memory.sharding import note_copies, renew_types, settle
 from ringspan.torch.model.saving import Saved, voted
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from ringspan.torch.transport.collectives import Sum
 
 # Arguments that a decoder may be called with; others would need a cache, or a mask of the whole sequence.
 _TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}

@@ -1,0 +1,62 @@
+"""Names of the mechanisms beside plain attention, and the pairs of them that do not go together."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from ringspan.core.errors import UnsupportedError
+
+CHOSEN_KEYS: Final = "chosen keys"
+STATES: Final = "states"
+MEDIA: Final = "media"
+FOLDS: Final = "folds"
+TREES: Final = "trees"
+NAMES: Final = (CHOSEN_KEYS, STATES, MEDIA, FOLDS, TREES)
+
+
+class Conflict(NamedTuple):
+    """The reason why two mechanisms do not go together, and a remedy that leaves one out."""
+
+    reason: str
+    remedy: str
+
+
+_NO_FOLDS: Final = "use folds=1"
+_NO_TREE: Final = "give it separate rows"
+
+# Every pair that is not named here goes together.
+CONFLICTS: Final[Mapping[frozenset[str], Conflict]] = {
+    frozenset((FOLDS, CHOSEN_KEYS)): Conflict(
+        "an index chooses among all keys, and a fold's exist one after the other",
+        _NO_FOLDS,
+    ),
+    frozenset((FOLDS, MEDIA)): Conflict(
+        "images and sound are placed in whole sequences", _NO_FOLDS
+    ),
+    frozenset((FOLDS, TREES)): Conflict(
+        "a tree's branches are placed in whole sequences", _NO_FOLDS
+    ),
+    frozenset((TREES, CHOSEN_KEYS)): Conflict(
+        "an index numbers the keys of a row, whichever branch they are in", _NO_TREE
+    ),
+    frozenset((TREES, MEDIA)): Conflict(
+        "images and sound belong to rows of their own", _NO_TREE
+    ),
+}
+
+
+def conflict(one: str, other: str) -> Conflict | None:
+    """Return why two mechanisms do not go together; None if they do."""
+    return CONFLICTS.get(frozenset((one, other)))
+
+
+def refuse_pairs(found: Mapping[str, str], whose: str) -> None:
+    """Raise UnsupportedError if two mechanisms that were found do not go together.
+
+    ``found`` describes each by its name, for the error: ``{FOLDS: "folds=2"}``; ``whose`` is the model or batch.
+    """
+    for pair, (reason, remedy) in CONFLICTS.items():
+        one, other = (name for name in NAMES if name in pair)
+        if found.get(one) and found.get(other):
+            raise UnsupportedError(
+                f"{whose}: {found[other]} does not go with {found[one]}, since {reason}; {remedy}"
+            )

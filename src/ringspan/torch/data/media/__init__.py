@@ -1,0 +1,1 @@
+"""Images, videos and sound of a batch, and how they are cut."""

@@ -1,0 +1,357 @@
+"""Exact attention over a ring as an operator of torch: traceable, and its results can be kept by checkpointing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import zip_longest
+from typing import Any, Final, Never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.names import (
+    CommDtypeName,
+    GradientCommDtypeName,
+    KernelName,
+    LayoutName,
+)
+from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.schedule.schedule import Schedule, make_schedule
+from ringspan.torch.engine import kernels
+from ringspan.torch.engine.attention.arguments import check_differentiation
+from ringspan.torch.engine.attention.handler import handled, handling
+from ringspan.torch.engine.attention.part import (
+    Ring,
+    accumulation_dtype,
+    empty_like,
+    num_head_groups,
+    result_for,
+    sink_gradient,
+)
+from ringspan.torch.engine.attention.request import Request, checked
+from ringspan.torch.engine.attention.ring import backward, forward
+from ringspan.torch.engine.attention.spec import AttentionSpec
+from ringspan.torch.engine.attention.ulysses import Ulysses
+from ringspan.torch.engine.kernels.contract import Scores
+from ringspan.torch.engine.kernels.device import rules_of
+from ringspan.torch.engine.transport.agreement import agree, one_at_a_time
+from ringspan.torch.engine.transport.protocol import Transport, transport_of
+
+UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
+"""A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | str | None = None,
+    layout: LayoutName | Layout = "zigzag",
+    key_layout: Layout | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    route: str = "ring",
+    comm_dtype: CommDtypeName = "exact",
+    gradient_comm_dtype: GradientCommDtypeName = "exact",
+    kernel: KernelName = "auto",
+) -> Tensor:
+    """Compute exact attention of local queries to the keys of all ranks; differentiable and collective.
+
+    Equals ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)`` on gathered tensors,
+    also for autocast; a query that may see nothing gives 0.
+
+    Args:
+        q: (B, H, T, D), in the order of the layout; float32, float64 or bfloat16, float16 on CUDA.
+        k: (B, G, T', D), G dividing H.
+        v: (B, G, T', E).
+        mask: allowed pairs of global positions, or text for ``Mask.parse``; causal when None.
+        layout: how positions are split. A name means N x T tokens; pass a ``Layout`` for padding at the end.
+        key_layout: of another sequence's keys (cross-attention); default: the queries'.
+        group: the ring, or its 1-D mesh; default: the default group, or a single rank without torch.distributed.
+        scale: factor on the scores; ``D ** -0.5`` when None.
+        softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
+        slopes: (H,), float32, for ALiBi (Press et al. 2022): scores less ``slope_h |p - p'|``; not differentiated.
+        sinks: logits (H,) without value in every row's softmax (gpt-oss). Sum their gradient over the ranks.
+        route: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses or ulysses:U (``core.schedule.route``),
+            with equal results; ``auto`` takes the quickest by ``core.schedule.choice`` and logs why.
+        comm_dtype: of keys and values in messages: exact, bfloat16, float8 or int8.
+        gradient_comm_dtype: of dk and dv in messages: exact (float32) or bfloat16.
+        kernel: cudnn, flash, flash2, flash3, flash4, triton, cpu or eager; ``auto`` is the fastest that serves.
+
+    Returns:
+        The local part of the result (B, H, T, E), in q's dtype, or autocast's.
+
+    Raises:
+        UnsupportedError: shapes, dtypes or a device that this cannot run on, before any communication.
+        LayoutError: local tensors that do not fit the layout.
+        PeerMismatch: the ranks were given different things; on every rank, before any payload moves.
+
+    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
+    """
+    request = Request(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        layout=layout,
+        key_layout=key_layout,
+        group=group,
+        scale=scale,
+        softcap=softcap,
+        slopes=slopes,
+        sinks=sinks,
+        route=route,
+        comm_dtype=comm_dtype,
+        gradient_comm_dtype=gradient_comm_dtype,
+        kernel=kernel,
+    )
+    return attend_to(request)
+
+
+def attend_to(request: Request) -> Tensor:
+    """Compute ``ring_attention`` with the arguments of a request."""
+    q, k, v, spec = checked(request)
+    out, _ = _forward(q, k, v, request.sinks, request.slopes, str(spec))
+    return out
+
+
+@torch.library.custom_op("ringspan::ring_attention", mutates_args=(), tags=UNSAFE)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor]:
+    # Checked again for callers of the bare operator.
+    check_differentiation("ring_attention", q, k, v, sinks)
+    return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    asked: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    with passing("forward", q, k, v, sinks, slopes, asked) as (ring, ulysses):
+        return (
+            ulysses.forward(ring, q, k, v, sinks)
+            if ulysses
+            else forward(ring, q, k, v, sinks)
+        )
+
+
+@torch.library.custom_op(
+    "ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE
+)
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, out: Tensor,
+    lse: Tensor, spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the operator's gradients, given out and lse of all keys."""
+    inputs = dout, q, k, v, out, lse
+    with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (
+        ring,
+        ulysses,
+    ):
+        dsinks = (
+            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        )
+        return *(
+            ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)
+        ), dsinks
+
+
+def attend_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the operator's out and lse without its handler, for callers that compute only a part of an attention."""
+    with handling(lambda compute: compute()), torch.no_grad():
+        return _forward(q, k, v, sinks, slopes, spec)
+
+
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return result_for(q, v), lse
+
+
+@_forward.register_fake
+def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return handled(partial(fake_forward, q, k, v))
+
+
+@attend_backward.register_fake
+def fake_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return empty_like(q), empty_like(k), empty_like(v), dsinks
+
+
+def register_gradient(
+    what: str, forward: CustomOpDef, num_tensors: int, backward: Callable[..., Any]
+) -> None:
+    """Differentiate an operator from ``num_tensors`` tensors, then options, to (out, lse) by ``backward``.
+
+    This maps dout, the tensors, out, lse and the options to gradients of the first tensors.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.options = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[:num_tensors], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for lse's gradient
+
+    def differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        check_differentiation(what, dout)
+        gradients = backward(dout, *ctx.saved_tensors, *ctx.options)
+        return tuple(
+            x if is_needed else None
+            for x, is_needed in zip_longest(gradients, ctx.needs_input_grad)
+        )
+
+    forward.register_autograd(differentiate, setup_context=save)
+
+
+def refuse_again(ctx: object, *gradients: Tensor) -> Never:
+    raise UnsupportedError(
+        "ring_attention is differentiated once; its gradient has no backward pass of its own"
+    )
+
+
+register_gradient("ring_attention", _forward, 5, attend_backward)
+attend_backward.register_autograd(refuse_again)
+
+
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """Return a group by name, None for an empty one: an operator takes only plain values."""
+    return c10d._resolve_process_group(name) if name else None  # pyright: ignore
+
+
+@contextmanager
+def passing(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: AttentionSpec,
+) -> Iterator[tuple[Ring, Ulysses | None]]:
+    """Yield this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
+    group = group_of(spec.group)
+    with one_at_a_time(group), torch.autocast(q.device.type, enabled=False):
+        ranks, rank = (
+            (dist.get_world_size(group), dist.get_rank(group))
+            if group is not None
+            else (1, 0)
+        )
+        layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
+        facts = {
+            "layout": f"{layout.fingerprint} over {ranks} ranks",
+            "queries": tuple(q.shape),
+            "keys": tuple(k.shape),
+            "values": tuple(v.shape),
+            "length": f"{layout.length} tokens and {keys.length} keys",
+            "dtype": str(q.dtype),
+            "keys' layout": keys.fingerprint,
+            "mask": spec.mask,
+            "route": spec.route,
+            "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
+            "scores": f"scale {spec.scale}, softcap {spec.softcap}",
+            "slopes": slopes is not None,
+            "sinks": sinks is not None,
+            "kernel": spec.kernel,
+            # Heads are grouped by the number of threads, so it must be the same on every rank.
+            "threads": torch.get_num_threads()
+            if rules_of(q.device).cuts_for_cores
+            else 0,
+        }
+        refusal = kernels.why_not(
+            spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes)
+        )
+        agree(
+            group,
+            facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts,
+        )
+        if refusal:
+            raise kernels.refused(spec.kernel, refusal)
+        exchange = transport_of(group, f"{what} {facts}")
+        yield assemble(
+            rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward"
+        )
+
+
+def assemble(
+    rank: int, ranks: int, exchange: Transport, q: Tensor, k: Tensor, slopes: Tensor | None, spec: AttentionSpec, *,
+    is_backward: bool,
+) -> tuple[Ring, Ulysses | None]:  # fmt: skip
+    """Return one rank's ring and, if the route has groups, its trade within them."""
+    route = Route.parse(spec.route, ranks)
+    if is_backward:
+        route = route.backward
+    layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
+    ulysses = None
+    if route.ulysses > 1:
+        layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
+        groups = [layout.group_ranks(number) for number in range(layout.ranks)]
+        number = next(
+            number for number, members in enumerate(groups) if rank in members
+        )
+        member = groups[number].index(rank)
+        shares = member_heads(q.shape[1], k.shape[1], route.ulysses)
+        ulysses = Ulysses(
+            member, shares, layout, keys, exchange.among(groups[number], "trade")
+        )
+        exchange = exchange.among([members[member] for members in groups], "ring")
+        rank, slopes = number, None if slopes is None else slopes[ulysses.mine.queries]
+        q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
+    positions = None
+    if slopes is not None:
+        positions = (
+            partial(_positions, layout, device=q.device),
+            partial(_positions, keys, device=q.device),
+        )
+    schedule = _schedule(layout, keys, spec.mask, rank, replace(route, ulysses=1))
+    ring = Ring(
+        schedule,
+        exchange,
+        Scores(spec.scale, spec.softcap, slopes),
+        spec,
+        num_head_groups(q, k, schedule, schedule.blocks),
+        positions,
+    )
+    return ring, ulysses
+
+
+@lru_cache(maxsize=64)
+def _schedule(
+    layout: Layout, keys: Layout, mask: str, rank: int, route: Route
+) -> Schedule:
+    return make_schedule(layout, Mask.parse(mask), rank, keys, route)
+
+
+@lru_cache(maxsize=64)
+def _positions(layout: Layout, rank: int, *, device: torch.device) -> Tensor:
+    return torch.from_numpy(layout.positions(rank)).to(device)

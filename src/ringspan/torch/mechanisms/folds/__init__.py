@@ -1,0 +1,1 @@
+"""Sequences in folds, which ranks compute one after the other."""

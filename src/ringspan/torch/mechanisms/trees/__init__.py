@@ -1,0 +1,1 @@
+"""Trees of segments: rows that share prefixes, computed once."""

@@ -1,0 +1,46 @@
+"""Checkpointed layers whose recomputation belongs to the pass that they were first computed in."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ringspan.torch.engine.recurrence.current import Record, current_pass, passing
+from ringspan.torch.model.layers.switches import Switches
+
+
+def carried(
+    checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool
+) -> Callable[..., Any]:
+    """Wrap a layer's checkpoint function so that recomputation belongs to its original pass.
+
+    With ``keeps``, recomputation reuses recorded states. ``switches`` are the layer's.
+    """
+
+    def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
+        if not torch.is_grad_enabled():  # nothing is computed again
+            return checkpoint(function, *args)
+        now, as_then = current_pass(), switches.noted()
+        sequences = (
+            None if now is None else replace(now, record=Record() if keeps else None)
+        )
+
+        def in_pass(*args: object) -> object:
+            if sequences is not None and sequences.record is not None:
+                sequences.record.begin()
+            with as_then(), passing(sequences):
+                return function(*args)
+
+        return checkpoint(in_pass, *args)
+
+    return checkpoint_in_pass
+
+
+def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
+    for layer in layers:
+        if getattr(layer, "gradient_checkpointing", False):
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = carried(
+                checkpoint, Switches(layer), keeps=keeps
+            )
