@@ -1,4 +1,4 @@
-"""Names of the mechanisms beside plain attention, and the pairs of them that do not go together."""
+"""Names of the mechanisms that add to plain attention, and the pairs of them that do not go together."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple

@@ -53,7 +53,7 @@ class Sharding(NamedTuple):
 
 
 def check_given(batch: Mapping[str, Any], taken: Collection[str]) -> None:
-    """Raise UnsupportedError for keys other than ``taken``, values that are no tensors, or misshapen ``input_ids``."""
+    """Raise UnsupportedError for keys other than ``taken``, values other than tensors, or misshapen ``input_ids``."""
     if unknown := sorted(set(batch) - set(taken)):
         raise UnsupportedError(
             f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(taken))}"

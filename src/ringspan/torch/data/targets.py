@@ -13,7 +13,7 @@ from ringspan.torch.engine.transport.collectives import Sum
 
 
 class Targets(NamedTuple):
-    """Labels (B, T), -100 if there is no target; or labels (1, R), any number of them for a token."""
+    """Labels (B, T), -100 without a target; or labels (1, R), any number of them for a token."""
 
     labels: Tensor
     places: Tensor | None = None

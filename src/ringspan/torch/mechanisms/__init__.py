@@ -1,1 +1,1 @@
-"""Mechanisms beside plain attention: what each adds to a model, a batch, a pass and a cache, in one object each."""
+"""Mechanisms: what each adds to a model, a batch, a pass and a cache, in one object each."""

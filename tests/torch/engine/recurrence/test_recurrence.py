@@ -18,7 +18,6 @@ from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.tree import Tree
 from ringspan.torch.engine.recurrence.current import (
     SequencePass,
-    carried,
     current_pass,
     passing,
 )
@@ -27,6 +26,7 @@ from ringspan.torch.engine.recurrence.plan import plan_of
 from ringspan.torch.engine.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.layers.switches import Switches
+from ringspan.torch.model.memory.carrying import carried
 from tests import cases
 from tests.core.geometry.test_tree import trees
 from tests.core.recurrence.reference import causal_convolution

@@ -54,8 +54,8 @@ def register(kernel: Returning | InPlace, *, replace: bool = False) -> None:
     """Register a kernel under its name on this rank: call it on every rank, before attention or ``parallelize``.
 
     Raises:
-        ConfigError: it is no kernel, or its name is ``auto`` or another kernel's, unless ``replace``. ringspan's own
-            cannot be replaced.
+        ConfigError: it lacks a kernel's methods, or its name is ``auto`` or another kernel's, unless ``replace``.
+            ringspan's own cannot be replaced.
     """
     if not _is_kernel(kernel):
         raise ConfigError(

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Queries, keys and values (B, H, T, D) of a layer's local tokens, and what its module passes beside them."""
+    """Queries, keys and values (B, H, T, D) of a layer's local tokens, and the other arguments of its module."""
 
     module: nn.Module
     query: Tensor
