@@ -184,11 +184,11 @@ class Walk:
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
         """Return the block of a hop; post the following ones."""
-        block, coded = yield from self._block(hop)
+        block, coded = yield from self._forms(hop)
         yield from self._send_on(hop, coded)
         return block
 
-    def _block(self, hop: Hop) -> Steps[tuple[Buffer, Buffer]]:
+    def _forms(self, hop: Hop) -> Steps[tuple[Buffer, Buffer]]:
         """Return a hop's block as it is computed with, and as it is sent on."""
         coming = self.under_way.pop(hop.index, None)
         arrival = (yield from self.wait(coming)) if coming else None
