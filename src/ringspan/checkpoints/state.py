@@ -1,6 +1,7 @@
 """The state of a model in training: tensors, random numbers, and facts of its files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,24 +108,31 @@ def _lacking(name: str, optimizer: torch.optim.Optimizer) -> str:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer create its state by a step at rate 0; only it knows where and in what dtype it is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
     # Parameters with a state keep it, since this is called for running optimizers too.
     fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
     if not fresh:
         return
+    with _at_rest(optimizer, parameters):
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p in fresh:
+            if "step" in optimizer.state[p]:
+                optimizer.state[p]["step"] *= 0
+
+
+@contextmanager
+def _at_rest(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor]
+) -> Iterator[None]:
+    """Take the gradients of an optimizer's parameters away and set its rates to 0, and give both back after it."""
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for p in parameters:
         p.grad = None
-    for p in fresh:
-        p.grad = torch.zeros_like(p)
-    for group in optimizer.param_groups:
-        group["lr"] = (
-            torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        )
-    optimizer.step()
-    for p in fresh:
-        if "step" in optimizer.state[p]:
-            optimizer.state[p]["step"] *= 0
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    yield
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

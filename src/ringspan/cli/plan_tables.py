@@ -325,45 +325,11 @@ def _snippets(
 
 def show_text(answer: TextPlan, model: str) -> None:
     """Print a plan of generation: whether it fits, the longest prompt, mesh, memory, times, reasons and the command."""
-    out, question, text, cost = console(), answer.question, answer.text, answer.cost
+    out, question, cost = console(), answer.question, answer.cost
     has = shown_bytes(question.device.memory_bytes)
-    verb = "of" if answer.fits else "needed, more than the"
-    _fits(
-        out,
-        f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak",
-        fits=answer.fits,
-    )
-    longest = (
-        f"{answer.max_prompt:,} tokens"
-        if answer.max_prompt
-        else "none, the weights are too large"
-    )
-    paragraph(out, f"longest prompt that fits: {longest}")
-    if answer.is_refused:
-        asked = question.prompt + question.new_tokens
-        paragraph(
-            out,
-            f"too long: {asked:,} tokens, the model has {answer.positions:,} positions",
-            style="bold red",
-        )
-    prompts = f"{question.batch:,} prompt{'s' * (question.batch > 1)} of {question.prompt:,} tokens"
-    _asked(out, question, f"{prompts} and {question.new_tokens:,} new ones each")
-    if answer.alone_is_better and question.devices > 1:
-        paragraph(out, "one device would be the better choice", style="bold")
+    _text_verdict(out, answer, has)
     out.print()
-    mesh = {"replicate": text.replicate, "ring": text.ring, "tp": text.tp}
-    axes = " x ".join(
-        f"{name} {size}" for name, size in mesh.items() if name == "ring" or size > 1
-    )
-    used = (
-        ""
-        if text.devices == question.devices
-        else f", {text.devices} of {question.devices} devices"
-    )
-    weights = (
-        [("weights", f"{text.weights} on the ranks of a ring")] if text.ring > 1 else []
-    )
-    facts(out, "how to run it", [("mesh", f"{axes}{used}"), *weights])
+    facts(out, "how to run it", list(_text_settings(answer)))
     parts = {
         "weights": cost.weight_bytes,
         "cache": cost.cache_bytes,
@@ -394,6 +360,47 @@ def show_text(answer: TextPlan, model: str) -> None:
             ),
             soft_wrap=True,
         )
+
+
+def _text_verdict(out: Console, answer: TextPlan, has: str) -> None:
+    """Print whether a plan of generation fits into what a device has, the longest prompt, and what was asked."""
+    question, cost = answer.question, answer.cost
+    verb = "of" if answer.fits else "needed, more than the"
+    _fits(
+        out,
+        f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak",
+        fits=answer.fits,
+    )
+    longest = (
+        f"{answer.max_prompt:,} tokens"
+        if answer.max_prompt
+        else "none, the weights are too large"
+    )
+    paragraph(out, f"longest prompt that fits: {longest}")
+    if answer.is_refused:
+        asked = question.prompt + question.new_tokens
+        paragraph(
+            out,
+            f"too long: {asked:,} tokens, the model has {answer.positions:,} positions",
+            style="bold red",
+        )
+    prompts = f"{question.batch:,} prompt{'s' * (question.batch > 1)} of {question.prompt:,} tokens"
+    _asked(out, question, f"{prompts} and {question.new_tokens:,} new ones each")
+    if answer.alone_is_better and question.devices > 1:
+        paragraph(out, "one device would be the better choice", style="bold")
+
+
+def _text_settings(answer: TextPlan) -> Iterator[tuple[str, str]]:
+    """Yield the chosen settings as (name, text): mesh, and on a ring the weights of each rank."""
+    text, devices = answer.text, answer.question.devices
+    mesh = {"replicate": text.replicate, "ring": text.ring, "tp": text.tp}
+    axes = " x ".join(
+        f"{name} {size}" for name, size in mesh.items() if name == "ring" or size > 1
+    )
+    used = "" if text.devices == devices else f", {text.devices} of {devices} devices"
+    yield "mesh", f"{axes}{used}"
+    if text.ring > 1:
+        yield "weights", f"{text.weights} on the ranks of a ring"
 
 
 def _text_times(answer: TextPlan) -> Iterator[tuple[str, str]]:

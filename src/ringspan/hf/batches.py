@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -234,16 +235,34 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         if is_fused or "shift_labels" not in local:
             refuse_loss_options(model)
 
-    def gathered(part: Tensor) -> Tensor:
-        if shared is not None:
-            return shared.of_targets(part) if is_fused else shared.of_tokens(part)
-        return gathered_tokens(
-            model, part, whole["input_ids"].shape[1], local.get("document_lengths")
-        )
-
+    taken = _Pass(model, call, whole, local, shared, count, kwargs)
     if is_fused:
-        output = fused_output(
-            model, lambda **asked: call(**local, **asked, **kwargs), gathered, count
+        return taken.fused()
+    if local.get("shift_labels") is not None and not model.ring_wants_logits:
+        return taken.loss()
+    return taken.logits()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A model's own call on this rank's part of a whole batch, in one of three forms."""
+
+    model: Any
+    call: Callable[..., Any]
+    whole: dict[str, Any]
+    local: dict[str, Any]
+    shared: SharedRows | None
+    count: int | None
+    others: dict[str, Any]
+
+    def fused(self) -> Any:
+        """Return TRL's per-token fields of the whole batch."""
+        model, shared = self.model, self.shared
+        output: Any = fused_output(
+            model,
+            lambda **asked: self.call(**self.local, **asked, **self.others),
+            self._gathered if shared is None else shared.of_targets,
+            self.count,
         )
         if output.aux_loss is not None:
             output.aux_loss = _of_replica(model, output.aux_loss, is_counted=False)
@@ -252,36 +271,55 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
                 text_config(model.config), "router_aux_loss_coef", 0.0
             )
             output.loss = output.loss + coefficient * output.aux_loss
-        return output if "shift_labels" in whole else _without_last(output)
-    targets = local.get("shift_labels")
-    if targets is not None and not model.ring_wants_logits:
-        output = call(
-            **local,
-            **kwargs,
-            **({} if count is None else {"num_items_in_batch": count}),
-        )
+        return output if "shift_labels" in self.whole else _without_last(output)
+
+    def loss(self) -> Any:
+        """Return the ring's loss, scaled for replicas."""
+        model, count = self.model, self.count
+        counted = {} if count is None else {"num_items_in_batch": count}
+        output = self.call(**self.local, **self.others, **counted)
         output.loss = _of_replica(model, output.loss, is_counted=count is not None)
-        if not model.training and not (
-            _everywhere(model, (targets != IGNORED).sum()) if count is None else count
-        ):
+        if model.training:
+            return output
+        if count is None:
+            count = _everywhere(model, (self.local["shift_labels"] != IGNORED).sum())
+        if not count:
             output.loss = output.loss * torch.nan  # 0/0, as on one process
         return output
-    local.pop("shift_labels", None)
-    of_tree = local.pop("tree_targets", None)
-    output: Any = call(**local, **kwargs)
-    if targets is not None:
-        loss = _loss_of(model, output, targets, count, of_tree)
-        kind: Any = (
-            MoeCausalLMOutputWithPast
-            if "aux_loss" in output
-            else CausalLMOutputWithPast
+
+    def logits(self) -> Any:
+        """Return the logits of the whole batch, and with labels their evaluation loss."""
+        model, local = self.model, dict(self.local)
+        targets = local.pop("shift_labels", None)
+        of_tree = local.pop("tree_targets", None)
+        output: Any = self.call(**local, **self.others)
+        if targets is not None:
+            loss = _loss_of(model, output, targets, self.count, of_tree)
+            kind: Any = (
+                MoeCausalLMOutputWithPast
+                if "aux_loss" in output
+                else CausalLMOutputWithPast
+            )
+            output = kind(
+                loss=_of_replica(model, loss, is_counted=self.count is not None),
+                **output,
+            )
+        logits = (
+            output.logits.float() if model.ring_autocast is not None else output.logits
         )
-        output = kind(
-            loss=_of_replica(model, loss, is_counted=count is not None), **output
+        output.logits = (
+            self._gathered(logits)
+            if self.shared is None
+            else self.shared.of_tokens(logits)
         )
-    logits = output.logits.float() if model.ring_autocast is not None else output.logits
-    output.logits = gathered(logits)
-    return output
+        return output
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """Gather what the ranks have of each token of the whole batch."""
+        tokens = self.whole["input_ids"].shape[1]
+        return gathered_tokens(
+            self.model, part, tokens, self.local.get("document_lengths")
+        )
 
 
 def _counted(number: Any) -> int | None:

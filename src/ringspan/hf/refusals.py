@@ -46,41 +46,9 @@ def _unsupported(
         value = getattr(args, name, None)
         if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
             yield name if name in ("deepspeed", "fsdp") else f"{name}={value!r}", remedy
-    loaders: Any = args.accelerator_config
-    several = ring.replicas > 1
-    if not args.average_tokens_across_devices and several:
-        remedy = "the loss would be the mean of the replicas' means, not that of one process; leave it True"
-        yield "average_tokens_across_devices=False with several replicas", remedy
-    if loaders.dispatch_batches:
-        yield (
-            "dispatch_batches=True",
-            "leave it out: each rank reads its replica's batches",
-        )
-    if not loaders.even_batches and several:
-        yield (
-            "even_batches=False with several replicas",
-            "one would wait for batches that others lack; leave it True",
-        )
-    if args.dataloader_num_workers > 1 and not getattr(
-        args, "dataloader_in_order", True
-    ):
-        yield (
-            "dataloader_in_order=False",
-            "each rank would get its workers' batches in another order; leave it True",
-        )
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        yield (
-            "train_sampling_strategy='batch_rebalance'",
-            "use 'group_by_length' or 'random'",
-        )
-    if (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("selective"):
-        remedy = "RingConfig(checkpoint='attention') keeps attention's results"
-        yield "gradient_checkpointing_kwargs={'selective': True}", remedy
-    if ring.balance != "none" and loaders.split_batches:
-        yield (
-            f"balance={ring.balance!r} with split_batches=True",
-            "leave one of the two out",
-        )
+    for is_asked, what, remedy in _conditional(args, ring):
+        if is_asked:
+            yield what, remedy
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in _OPTIMIZERS:
         remedy = (
@@ -88,6 +56,53 @@ def _unsupported(
             "number by itself"
         )
         yield f"optim={optimizer!r}", remedy
+
+
+def _conditional(
+    args: TrainingArguments, ring: RingConfig
+) -> tuple[tuple[bool, str, str], ...]:
+    """Return (whether it is asked for, argument, remedy) of what depends on more than one argument, or on a part."""
+    loaders: Any = args.accelerator_config
+    several = ring.replicas > 1
+    in_order = getattr(args, "dataloader_in_order", True)
+    checkpointing = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    return (
+        (
+            not args.average_tokens_across_devices and several,
+            "average_tokens_across_devices=False with several replicas",
+            "the loss would be the mean of the replicas' means, not that of one process; leave it True",
+        ),
+        (
+            bool(loaders.dispatch_batches),
+            "dispatch_batches=True",
+            "leave it out: each rank reads its replica's batches",
+        ),
+        (
+            not loaders.even_batches and several,
+            "even_batches=False with several replicas",
+            "one would wait for batches that others lack; leave it True",
+        ),
+        (
+            args.dataloader_num_workers > 1 and not in_order,
+            "dataloader_in_order=False",
+            "each rank would get its workers' batches in another order; leave it True",
+        ),
+        (
+            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+            "train_sampling_strategy='batch_rebalance'",
+            "use 'group_by_length' or 'random'",
+        ),
+        (
+            bool(checkpointing.get("selective")),
+            "gradient_checkpointing_kwargs={'selective': True}",
+            "RingConfig(checkpoint='attention') keeps attention's results",
+        ),
+        (
+            ring.balance != "none" and bool(loaders.split_batches),
+            f"balance={ring.balance!r} with split_batches=True",
+            "leave one of the two out",
+        ),
+    )
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:

@@ -69,30 +69,9 @@ def shard_batch(
         LayoutError: a batch that dp x fsdp does not divide.
     """
     mesh = own_mesh(mesh)
-    unknown = sorted(set(batch) - set(_KEYS))
-    if unknown:
-        raise UnsupportedError(
-            f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}"
-        )
-    if "input_ids" not in batch:
-        raise UnsupportedError("shard_batch needs input_ids")
-    bounds = np.iinfo(np.int32)
+    _check_keys(batch)
     for name, value in batch.items():
-        try:
-            numbers = np.asarray(value)
-        except ValueError:
-            raise UnsupportedError(
-                f"{name} has sequences of different lengths; pad them to one length"
-            ) from None
-        if not np.issubdtype(numbers.dtype, np.integer):
-            raise UnsupportedError(f"{name} must be integers, got {numbers.dtype}")
-        if (
-            numbers.size
-            and not bounds.min <= numbers.min() <= numbers.max() <= bounds.max
-        ):
-            raise UnsupportedError(
-                f"{name} must fit int32, got numbers from {numbers.min()} to {numbers.max()}"
-            )
+        _check_numbers(name, value)
     tokens = np.asarray(batch["input_ids"])
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(
@@ -102,29 +81,7 @@ def shard_batch(
         raise UnsupportedError(
             f"input_ids has {tokens.min()}, which is no entry of a vocabulary; give numbers from 0"
         )
-    if "shift_labels" in batch:
-        targets = np.asarray(batch["shift_labels"])
-    elif "labels" in batch:
-        labels = np.asarray(batch["labels"])
-        targets = np.concatenate(
-            (labels[:, 1:], np.full_like(labels[:, :1], IGNORED)), 1
-        )
-    else:
-        raise UnsupportedError(
-            "the batch has neither labels nor shift_labels; give one of them"
-        )
-    if targets.shape != tokens.shape:
-        raise UnsupportedError(
-            f"labels have shape {targets.shape}, input_ids {tokens.shape}; give both the same"
-        )
-    if (
-        "shift_labels" in batch
-        and "labels" in batch
-        and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any()
-    ):
-        raise UnsupportedError(
-            "labels, shifted by one, are not shift_labels; give one of them"
-        )
+    targets = _targets_of(batch, tokens.shape)
     replicas = mesh.shape["dp"] * mesh.shape["fsdp"]
     if len(tokens) % replicas:
         raise LayoutError(
@@ -142,3 +99,59 @@ def shard_batch(
         name: jax.device_put(np.asarray(x, np.int32), sharding)
         for name, x in arrays.items()
     }
+
+
+def _check_keys(batch: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a key that a batch cannot have, or lacks."""
+    unknown = sorted(set(batch) - set(_KEYS))
+    if unknown:
+        raise UnsupportedError(
+            f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}"
+        )
+    if "input_ids" not in batch:
+        raise UnsupportedError("shard_batch needs input_ids")
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Raise UnsupportedError unless a value is an array of whole numbers that fit int32."""
+    bounds = np.iinfo(np.int32)
+    try:
+        numbers = np.asarray(value)
+    except ValueError:
+        raise UnsupportedError(
+            f"{name} has sequences of different lengths; pad them to one length"
+        ) from None
+    if not np.issubdtype(numbers.dtype, np.integer):
+        raise UnsupportedError(f"{name} must be integers, got {numbers.dtype}")
+    if numbers.size and not bounds.min <= numbers.min() <= numbers.max() <= bounds.max:
+        raise UnsupportedError(
+            f"{name} must fit int32, got numbers from {numbers.min()} to {numbers.max()}"
+        )
+
+
+def _targets_of(batch: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
+    """Return each token's target, from shifted or unshifted labels; UnsupportedError unless they agree."""
+    if "shift_labels" in batch:
+        targets = np.asarray(batch["shift_labels"])
+    elif "labels" in batch:
+        labels = np.asarray(batch["labels"])
+        targets = np.concatenate(
+            (labels[:, 1:], np.full_like(labels[:, :1], IGNORED)), 1
+        )
+    else:
+        raise UnsupportedError(
+            "the batch has neither labels nor shift_labels; give one of them"
+        )
+    if targets.shape != shape:
+        raise UnsupportedError(
+            f"labels have shape {targets.shape}, input_ids {shape}; give both the same"
+        )
+    if (
+        "shift_labels" in batch
+        and "labels" in batch
+        and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any()
+    ):
+        raise UnsupportedError(
+            "labels, shifted by one, are not shift_labels; give one of them"
+        )
+    return targets

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 _CELL, _LEFT = (62.0, 30.0), 76.0
 _DARK_FROM = 0.7
+# The panel of the curves, in points from the left and the top.
+_FROM, _TO, _TOP, _BOTTOM = 66.0, 420.0, 16.0, 250.0
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -140,8 +142,7 @@ def curves(
 ) -> "Figure":
     """Draw a curve per model over lengths (logarithmic), with its 95% interval, and values on hover."""
     names = _names(results)
-    left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
-    legend = bottom + 58
+    legend = _BOTTOM + 58
     spoken = "; ".join(
         f"{model}: "
         + ", ".join(
@@ -156,54 +157,22 @@ def curves(
     room = 0.25 if len(lengths) == 1 else 0.0
     across = (lengths[0] * (1 - room), lengths[-1] * (1 + room))
     axes = draw.panel(
-        figure, (left, top), (right - left, bottom - top), across, _limits(rows, name)
+        figure,
+        (_FROM, _TOP),
+        (_TO - _FROM, _BOTTOM - _TOP),
+        across,
+        _limits(rows, name),
     )
-    axes.set_xscale("log", base=2)
-    axes.set_axis_on()
+    _scale(axes, lengths, name)
     draw.dress(axes, x_label, y_label, 12)
-    shown = lengths if len(lengths) < 8 else lengths[:: len(lengths) // 6 + 1]
-    axes.set_xticks(shown, [_short(length) for length in shown])
-    axes.set_xticks([], minor=True)
-    if name == "accuracy":
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     for at, (model, result) in enumerate(zip(names, results, strict=True)):
-        colour, rows = RANK_COLOURS[at % len(RANK_COLOURS)], result["rows"]
-        sure = [row for row in rows if row["low"] is not None]
-        if len(sure) > 1:
-            band = [(row["length"], row["high"]) for row in sure] + [
-                (row["length"], row["low"]) for row in sure[::-1]
-            ]
-            draw.polygons(axes, [band], colour, opacity=0.16, kind="band")
-        elif sure:
-            draw.line(
-                axes,
-                2 * [sure[0]["length"]],
-                (sure[0]["low"], sure[0]["high"]),
-                colour,
-                1,
-            )
+        colour = RANK_COLOURS[at % len(RANK_COLOURS)]
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
-        values = [row[name] for row in rows]
-        draw.line(
-            axes,
-            [row["length"] for row in rows],
-            values,
-            colour,
-            2,
-            gid="curve|",
-            **style,
-        )
-        for row in rows:
-            draw.dot(axes, (row["length"], row[name]), colour, 6)
-        draw.line(
-            ground,
-            (left, left + 18),
-            (legend + 18 * at, legend + 18 * at),
-            colour,
-            3,
-            **style,
-        )
-        draw.text(ground, left + 26, legend + 18 * at + 4, model, size=12)
+        _interval_of(axes, result["rows"], colour)
+        _curve(axes, result["rows"], name, colour, style)
+        y = legend + 18 * at
+        draw.line(ground, (_FROM, _FROM + 18), (y, y), colour, 3, **style)
+        draw.text(ground, _FROM + 26, y + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
     draw.spots(
         axes,
@@ -214,6 +183,38 @@ def curves(
         ),
     )
     return figure
+
+
+def _scale(axes: "Axes", lengths: Sequence[int], name: str) -> None:
+    """Show at most seven lengths on a logarithmic axis, and accuracies as percentages."""
+    axes.set_xscale("log", base=2)
+    axes.set_axis_on()
+    shown = lengths if len(lengths) < 8 else lengths[:: len(lengths) // 6 + 1]
+    axes.set_xticks(shown, [_short(length) for length in shown])
+    axes.set_xticks([], minor=True)
+    if name == "accuracy":
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+
+
+def _interval_of(axes: "Axes", rows: Sequence[Result], colour: str) -> None:
+    """Draw the intervals that are known: a band, or a bar if there is only one."""
+    sure = [row for row in rows if row["low"] is not None]
+    if len(sure) > 1:
+        upper = [(row["length"], row["high"]) for row in sure]
+        lower = [(row["length"], row["low"]) for row in sure[::-1]]
+        draw.polygons(axes, [upper + lower], colour, opacity=0.16, kind="band")
+    elif sure:
+        [row] = sure
+        draw.line(axes, 2 * [row["length"]], (row["low"], row["high"]), colour, 1)
+
+
+def _curve(
+    axes: "Axes", rows: Sequence[Result], name: str, colour: str, style: dict[str, str]
+) -> None:
+    lengths, values = [row["length"] for row in rows], [row[name] for row in rows]
+    draw.line(axes, lengths, values, colour, 2, gid="curve|", **style)
+    for row in rows:
+        draw.dot(axes, (row["length"], row[name]), colour, 6)
 
 
 def maps(results: Sequence[Result]) -> "Figure":

@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +21,7 @@ from ringspan.torch.model.memory.adamw import own_state
 from ringspan.torch.model.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Sequences
-from ringspan.train.guard import Guard
+from ringspan.train.guard import Guard, Verdict
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.metrics import MetricsWriter, StepMetrics
 from ringspan.train.run_folder.export import model_bytes, save_model
@@ -176,11 +175,7 @@ class _Run:
         """Run one step, then evaluate and save if due; return whether a signal stops the run here."""
         self._step += 1
         self._watchdog.step(self._step)
-        with self._profiler.step() if self._profiler else nullcontext():
-            metrics, verdict = self._job.step(self._step, self._guard)
-        if self._profiler and self._profiler.result:
-            self._write_profile(self._profiler)
-            self._profiler = None
+        metrics, verdict = self._take_step(self._profiler)
         self._notice(verdict.problem)
         if verdict.rewind and self._rewind():
             return False
@@ -189,17 +184,30 @@ class _Run:
             self._writer.step(metrics)
             self._observer.stepped(metrics)
         is_last = self._step == self._config.steps
-        every = self._config.evaluation.every_steps
-        if self._job.data.eval is not None and (
-            is_last or (every and self._step % every == 0)
-        ):
+        is_due = is_last or self._is_due(self._config.evaluation.every_steps)
+        if self._job.data.eval is not None and is_due:
             with self._watchdog.doing("evaluation"):
                 self._evaluate(self._job.data.eval)
         every = self._config.checkpoints.every_steps
-        if verdict.stop or (every and (is_last or self._step % every == 0)):
+        if verdict.stop or self._is_due(every) or (every and is_last):
             self._save(wait=verdict.stop)
         self._notice(self._checkpoints.poll())
         return verdict.stop and not is_last
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether what happens every N steps happens after this one; 0: never."""
+        return every > 0 and self._step % every == 0
+
+    def _take_step(self, profiler: "Profiler | None") -> tuple[StepMetrics, Verdict]:
+        """Run the job's step; after the last one that is profiled, draw the profile."""
+        if profiler is None:
+            return self._job.step(self._step, self._guard)
+        with profiler.step():
+            taken = self._job.step(self._step, self._guard)
+        if profiler.result:
+            self._write_profile(profiler)
+            self._profiler = None
+        return taken
 
     def _write_profile(self, profiler: "Profiler") -> None:
         from ringspan.measure.trace.profile import gathered

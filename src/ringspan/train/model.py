@@ -64,14 +64,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
         StrictDataclassError,
     ):
         model_config = _model_config(settings)
-    own_code = getattr(model_config, "auto_map", None) or {}
-    makes_it = (
-        type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        or "AutoModelForCausalLM" in own_code
-    )
-    if config.data.messages is not None:
-        makes_it = makes_it or type(model_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    if not makes_it:
+    if not _has_language_model(model_config, sees=config.data.messages is not None):
         raise ConfigError(
             f"model: transformers has no causal language model of type {model_config.model_type}; choose one that "
             "AutoModelForCausalLM makes"
@@ -90,14 +83,7 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     text = text_config(model_config)
     if settings.rope is not None:
         scale_rope(text, settings.rope)
-    limit = getattr(text, "max_position_embeddings", None)
-    if (
-        limit is not None
-        and settings.rope is not None
-        and settings.rope.get("type") == "dynamic"
-    ):
-        # transformers keeps the original limit in a config with dynamic scaling.
-        limit = int(limit * settings.rope["factor"])
+    limit = _most_positions(text, settings)
     if (
         settings.init == "scratch"
         and limit is not None
@@ -108,6 +94,28 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             f"{config.data.sequence_length_tokens}; raise it"
         )
     return model_config
+
+
+def _has_language_model(config: PreTrainedConfig, *, sees: bool) -> bool:
+    """Return whether transformers, or a config's own code, has a causal language model of it, or one that sees."""
+    if sees and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return True
+    own_code = getattr(config, "auto_map", None) or {}
+    return (
+        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        or "AutoModelForCausalLM" in own_code
+    )
+
+
+def _most_positions(text: PreTrainedConfig, settings: ModelConfig) -> int | None:
+    """Return the most positions that a config of text allows, scaled as the settings say; None without a limit."""
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None or settings.rope is None:
+        return limit
+    if settings.rope.get("type") == "dynamic":
+        # transformers keeps the original limit in a config with dynamic scaling.
+        return int(limit * settings.rope["factor"])
+    return limit
 
 
 def _model_config(settings: ModelConfig) -> PreTrainedConfig:

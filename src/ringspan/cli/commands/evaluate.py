@@ -301,14 +301,7 @@ def _evaluate(
     """Check a command's options, evaluate its models on ranks, and write and print the results on rank 0."""
     if len(set(models)) < len(models):
         raise ConfigError(f"{' '.join(models)}: the same model twice; name each once")
-    if picture is not None:
-        require("--picture", "matplotlib")
-        check_picture(picture, ".png", ".svg")
-    if page is not None:
-        if page.suffix != ".html" or page.is_dir():
-            raise ConfigError(f"--page {page}: give a file whose name ends in .html")
-        check_folder("--page", page.parent)
-    check_folder("--out", out)
+    _check_outputs(out, picture, page)
     every = [EvalSettings(folder=model, task=task, **options) for model in models]
     if nproc is not None:
         for settings in every:
@@ -333,6 +326,18 @@ def _evaluate(
         print(json.dumps(merged(results)))
     else:
         _print(results, picture, page)
+
+
+def _check_outputs(out: Path, picture: Path | None, page: Path | None) -> None:
+    """Raise ConfigError for a file or a folder that the results could not be written to."""
+    if picture is not None:
+        require("--picture", "matplotlib")
+        check_picture(picture, ".png", ".svg")
+    if page is not None:
+        if page.suffix != ".html" or page.is_dir():
+            raise ConfigError(f"--page {page}: give a file whose name ends in .html")
+        check_folder("--page", page.parent)
+    check_folder("--out", out)
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``ringspan plan``: does it fit, how to run it and how fast it will be, before anything runs."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -206,22 +206,9 @@ def command(
     separate rows (docs/shared-prefixes.md). --generate plans generation: whether weights and cache fit, on
     which mesh, and the time to the first and to each later token.
     """
-    for mode, is_asked, others in (
-        ("generate", generate, _OF_TRAINING),
-        ("group", group, _OF_SEQUENCES),
-    ):
-        given = [
-            name
-            for name in others
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        ]
-        if is_asked and given:
-            option = given[0].replace("_", "-")
-            raise ConfigError(
-                f"--{option} is for a training step of its own; leave it out, or --{mode}"
-            )
     if generate:
-        answer = planned_text(
+        _refuse_given(context, _OF_TRAINING, "generate")
+        text = planned_text(
             model,
             device,
             devices,
@@ -231,42 +218,24 @@ def command(
             prompt=prompt or DEFAULT_PROMPT,
             new_tokens=new_tokens or DEFAULT_NEW_TOKENS,
         )
-        if as_json:
-            print(json.dumps(answer.as_json()))
-            return
-        from ringspan.cli.plan_tables import show_text
-
-        show_text(answer, model)
+        _show_text(text, model, as_json=as_json)
         return
+    if group:
+        _refuse_given(context, _OF_SEQUENCES, "group")
     from ringspan.core.names import find_name
     from ringspan.plan.cost.shards import MOMENT_BYTES
     from ringspan.plan.documents import read_documents
     from ringspan.plan.model.media import read_media
 
-    if (group is None) != (completion is None):
-        raise ConfigError(
-            "--group and --completion say together how many answers of how many tokens; give both"
-        )
-    for name, value in (
-        ("prompt", None if group else prompt),
-        ("new-tokens", new_tokens),
-    ):
-        if value is not None:
-            raise ConfigError(f"--{name} {value} is for generation; add --generate")
+    _check_prompts(group, completion, prompt, new_tokens)
     if picture:
-        if trace == (documents is not None):
-            raise ConfigError(
-                f"--picture {picture} draws a trace, or documents; add --trace or --documents"
-            )
-        check_picture(picture, ".png", ".svg", ".pdf")
-        require(f"--picture {picture}", "matplotlib")
+        _check_drawing(picture, trace=trace, documents=documents)
     if trace and optimizer_state != "float32":
         raise ConfigError(
             f"--optimizer-state {optimizer_state}: --trace runs PyTorch's AdamW; leave one out"
         )
     lengths = read_documents(documents, length) if documents is not None else ()
-    if rank is not None and not trace:
-        raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
+    traced_rank = _traced_rank(rank, trace=trace)
     media = read_media(images, frames, sound)
     question = question_of(
         model,
@@ -292,45 +261,123 @@ def command(
             question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json
         )
         return
+    wanted = _Wanted(
+        documents=documents or "",
+        lengths=lengths,
+        traced_rank=traced_rank,
+        picture=picture,
+        why_not=why_not,
+        explain=explain,
+        as_json=as_json,
+    )
+    _answer(question, wanted)
+
+
+def _refuse_given(context: typer.Context, others: tuple[str, ...], mode: str) -> None:
+    """Raise ConfigError for the first of other modes' options that is given with this mode."""
+    for name in others:
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} is for a training step of its own; leave it out, or --{mode}"
+            )
+
+
+def _check_prompts(
+    group: int | None,
+    completion: int | None,
+    prompt: int | None,
+    new_tokens: int | None,
+) -> None:
+    """Raise ConfigError for options of prompts that planning a training step, or a group, leaves unused."""
+    if (group is None) != (completion is None):
+        raise ConfigError(
+            "--group and --completion say together how many answers of how many tokens; give both"
+        )
+    for name, value in (
+        ("prompt", None if group else prompt),
+        ("new-tokens", new_tokens),
+    ):
+        if value is not None:
+            raise ConfigError(f"--{name} {value} is for generation; add --generate")
+
+
+def _check_drawing(picture: Path, *, trace: bool, documents: str | None) -> None:
+    """Raise ConfigError unless there is one thing to draw, and a file and matplotlib to draw it."""
+    if trace == (documents is not None):
+        raise ConfigError(
+            f"--picture {picture} draws a trace, or documents; add --trace or --documents"
+        )
+    check_picture(picture, ".png", ".svg", ".pdf")
+    require(f"--picture {picture}", "matplotlib")
+
+
+def _traced_rank(rank: int | None, *, trace: bool) -> int | None:
+    """Return the rank that a trace plays, or None without a trace; raise ConfigError for a rank without one."""
+    if trace:
+        return rank or 0
+    if rank is not None:
+        raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
+    return None
+
+
+def _show_text(answer: "TextPlan", model: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer.as_json()))
+        return
+    from ringspan.cli.plan_tables import show_text
+
+    show_text(answer, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """Answers that are wanted in addition to a step's plan, and their form."""
+
+    documents: str
+    lengths: tuple[int, ...]
+    """Lengths of the documents; none without documents."""
+    traced_rank: int | None
+    picture: Path | None
+    why_not: str | None
+    explain: bool
+    as_json: bool
+
+
+def _answer(question: "Question", wanted: _Wanted) -> None:
+    """Plan a step, add all that is wanted, and print it."""
     from ringspan.plan.planner import make_plan
 
     answer = make_plan(question)
     result = answer.as_json()
-    if trace:
-        result |= _traced(answer, rank or 0, quiet=as_json)
-    if lengths and answer.setting.folds > 1:
-        raise ConfigError(
-            f"--documents {documents} are not timed in --folds {folds}; leave one out"
-        )
-    if lengths and not answer.fits:
-        raise ConfigError(
-            f"--documents {documents}: the step does not fit, so no layout is timed; see it without them"
-        )
-    layouts = _layouts(answer, lengths, quiet=as_json) if lengths else []
+    if wanted.traced_rank is not None:
+        result |= _traced(answer, wanted.traced_rank, quiet=wanted.as_json)
+    layouts = _layouts(answer, wanted) if wanted.lengths else []
     if layouts:
         result["documents"] = {
-            "num": len(lengths),
-            "shortest": min(lengths),
-            "longest": max(lengths),
+            "num": len(wanted.lengths),
+            "shortest": min(wanted.lengths),
+            "longest": max(wanted.lengths),
             "layouts": [row.as_json() for row in layouts],
         }
-    if picture and trace:
-        _draw(answer, result, picture)
-    elif picture and layouts:
-        _draw_documents(answer, layouts[0], lengths, picture)
-    if why_not:
+    if wanted.picture and wanted.traced_rank is not None:
+        _draw(answer, result, wanted.picture)
+    elif wanted.picture and layouts:
+        _draw_documents(answer, layouts[0], wanted.lengths, wanted.picture)
+    if wanted.why_not:
         from ringspan.plan.alternatives import why_not as alternative
 
-        result["why_not"] = asdict(alternative(answer, why_not))
-    if as_json:
+        result["why_not"] = asdict(alternative(answer, wanted.why_not))
+    if wanted.as_json:
         print(json.dumps(result))
         return
     from ringspan.cli.plan_tables import show
 
-    if why_not:
+    if wanted.why_not:
         print(*result["why_not"]["lines"], sep="\n")
     else:
-        show(answer, result, shown_mesh(result), layouts, explain=explain)
+        show(answer, result, shown_mesh(result), layouts, explain=wanted.explain)
 
 
 def _compare_group(
@@ -354,15 +401,22 @@ def _compare_group(
         )
 
 
-def _layouts(
-    answer: "Plan", lengths: tuple[int, ...], *, quiet: bool
-) -> "list[LayoutCost]":
+def _layouts(answer: "Plan", wanted: _Wanted) -> "list[LayoutCost]":
+    """Time documents on each layout; raise ConfigError for a plan whose step cannot be timed with them."""
     from ringspan.plan.documents import compare_layouts
 
-    with console(stderr=True, quiet=quiet).status(
-        f"timing {len(lengths):,} documents on each layout"
+    if answer.setting.folds > 1:
+        raise ConfigError(
+            f"--documents {wanted.documents} are not timed in --folds {answer.question.folds}; leave one out"
+        )
+    if not answer.fits:
+        raise ConfigError(
+            f"--documents {wanted.documents}: the step does not fit, so no layout is timed; see it without them"
+        )
+    with console(stderr=True, quiet=wanted.as_json).status(
+        f"timing {len(wanted.lengths):,} documents on each layout"
     ):
-        return compare_layouts(answer.question, answer.setting, lengths)
+        return compare_layouts(answer.question, answer.setting, wanted.lengths)
 
 
 def check_dtypes(dtype: str, parameter_dtype: str = "float32") -> None:

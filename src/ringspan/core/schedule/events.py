@@ -160,53 +160,68 @@ class _Gathering(Walk):
         Gradients add up in float32 (``sum_itemsize``). Those of 16-bit inputs (``is_short``) may wait for each other,
         and each row is then written once; dq is written in 16 bits, dk and dv as they are sent.
         """
-        shape, part, kernel = self.shape, self.part, self.part.kernel
-        token, sent_token = self.gradient_token
-        is_short, returns_short = (
-            size < shape.sum_itemsize
-            for size in (shape.itemsize, self._returned_itemsize)
-        )
-        counts = part.tokens, self.plan.num_keys, self.plan.num_keys
-        tokens = (
-            shape.query_numbers * shape.sum_itemsize,
-            *(shape.sum_itemsize * number for number in self.parts(1)),
-        )
-        sums = [DeferredSum(*each) for each in zip(tokens, counts, strict=True)]
-        if not is_short:
-            sums[0] = DeferredSum(0, part.tokens)  # dq adds up in the result itself
+        part = self.part
+        is_short = self.shape.itemsize < self.shape.sum_itemsize
+        sums = self._gradient_sums(is_short=is_short)
         for stage in self.plan.stages:
             yield from self.arrive(stage)
             yield Compute(stage, 0)
-            if not is_short or (kernel is None and stage.bands):
-                for each in sums:
-                    yield from each.running()
-            for launch in self.launches(stage):
-                assert kernel is not None, "it has launches"
-                yield from self._launch(launch, kernel.backward_bytes(launch), sums)
+            yield from self._add_stage(stage, sums, is_short=is_short)
         yield from drop(keys)
         yield from sums[0].write(0, part.tokens, is_short=is_short)
         yield from sums[0].free()
+        returns_short = self._returned_itemsize < self.shape.sum_itemsize
+        token, _ = self.gradient_token
         self.sums = yield from make(
             token * part.key_tokens if returns_short else 0, is_sum=True
         )
+        yield from self._send_to_owners(sums[1:])
+        for each in sums[1:]:
+            yield from each.free()
+
+    def _gradient_sums(self, *, is_short: bool) -> list[DeferredSum]:
+        """Return the empty sums of dq, dk and dv; dq of other inputs than 16-bit ones adds up in the result itself."""
+        shape, queries, keys = self.shape, self.part.tokens, self.plan.num_keys
+        query_token = shape.query_numbers * shape.sum_itemsize if is_short else 0
+        return [
+            DeferredSum(query_token, queries),
+            *(
+                DeferredSum(shape.sum_itemsize * number, keys)
+                for number in self.parts(1)
+            ),
+        ]
+
+    def _add_stage(
+        self, stage: Stage, sums: list[DeferredSum], *, is_short: bool
+    ) -> Iterator[Event]:
+        """Add a stage's gradients to the sums, launch by launch, or at once by a kernel that adds in place."""
+        kernel = self.part.kernel
+        if not is_short or (kernel is None and stage.bands):
+            for each in sums:
+                yield from each.running()
+        for launch in self.launches(stage):
+            assert kernel is not None, "it has launches"
+            yield from self._launch(launch, kernel.backward_bytes(launch), sums)
+
+    def _send_to_owners(self, sums: list[DeferredSum]) -> Iterator[Event]:
+        """Write dk and dv of other ranks' keys as they are sent; start to send them, and to receive this rank's."""
+        token, sent_token = self.gradient_token
         sends: list[tuple[int, Buffer]] = []
         for hop in self.hops[1:]:
-            if ranges := hop.gradient_to_owner:
-                sends.append(
-                    (hop.owner, (yield from make(sent_token * size(ranges), ranges)))
-                )
-                for piece in self.plan.of(hop.owner):
-                    for each in sums[1:]:
-                        yield from each.write(
-                            piece.places.start,
-                            piece.places.stop,
-                            is_short=sent_token < token,
-                        )
+            ranges = hop.gradient_to_owner
+            if not ranges:
+                continue
+            message = yield from make(sent_token * size(ranges), ranges)
+            sends.append((hop.owner, message))
+            for piece in self.plan.of(hop.owner):
+                places = piece.places
+                for each in sums:
+                    yield from each.write(
+                        places.start, places.stop, is_short=sent_token < token
+                    )
         receives = [(hop.from_visitor, sent_token) for hop in self.hops[1:]]
         self.returning = yield from self.post(1, sends, receives)
         yield from drop(*(buffer for _, buffer in sends))
-        for each in sums[1:]:
-            yield from each.free()
 
     def _launch(
         self, launch: KernelLaunch, taken: Gradients, sums: list[DeferredSum]

@@ -126,20 +126,7 @@ class Walk:
             yield Compute(hop, self._backward_bytes(hop, block, total))
             if hop.index in behind:
                 yield from self._add(behind.pop(hop.index))
-            sends: list[tuple[int, Buffer]] = []
-            for peer, ranges in (
-                hop.gradient_on,
-                Send(hop.owner, hop.gradient_to_owner),
-            ):
-                if ranges:
-                    packed = yield from pack(total, ranges, token)
-                    sends.append((peer, packed))
-                    if sent_token != token:
-                        sends[-1] = (
-                            peer,
-                            (yield from make(sent_token * size(ranges), ranges)),
-                        )
-                        yield from drop(packed)
+            sends = yield from self._gradients_of(hop, total)
             next_in = self.hops[hop.gradient_next].gradient_in
             if sends or next_in.ranges or hop.from_visitor.ranges:
                 receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
@@ -158,6 +145,22 @@ class Walk:
             if unfinished and hop.index == 0:
                 yield from unfinished.pop().finish()
         yield from drop(block, *arrived, of_queries)
+
+    def _gradients_of(self, hop: Hop, total: Buffer) -> Steps[list[tuple[int, Buffer]]]:
+        """Pack a block's gradient for its next rank and for its owner, in the dtype that is sent."""
+        token, sent_token = self.gradient_token
+        sends: list[tuple[int, Buffer]] = []
+        for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner)):
+            if not ranges:
+                continue
+            packed = yield from pack(total, ranges, token)
+            if sent_token == token:
+                sends.append((peer, packed))
+            else:
+                coded = yield from make(sent_token * size(ranges), ranges)
+                sends.append((peer, coded))
+                yield from drop(packed)
+        return sends
 
     @property
     def gradient_token(self) -> tuple[int, int]:
@@ -181,15 +184,23 @@ class Walk:
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
         """Return the block of a hop; post the following ones."""
+        block, coded = yield from self._forms(hop)
+        yield from self._send_on(hop, coded)
+        return block
+
+    def _forms(self, hop: Hop) -> Steps[tuple[Buffer, Buffer]]:
+        """Return a hop's block as it is computed with, and as it is sent on."""
         coming = self.under_way.pop(hop.index, None)
         arrival = (yield from self.wait(coming)) if coming else None
         if hop.index:
-            coded = arrival or Buffer(0)
             block = (yield from self.decode(arrival)) if arrival else Buffer(0)
-        else:
-            block, coded = self.own, self.own
-            if self.is_converted and any(send.ranges for _, send in hop.sends):
-                coded = yield from self.encode()
+            return block, arrival or Buffer(0)
+        if self.is_converted and any(send.ranges for _, send in hop.sends):
+            return self.own, (yield from self.encode())
+        return self.own, self.own
+
+    def _send_on(self, hop: Hop, coded: Buffer) -> Iterator[Event]:
+        """Post the hops that follow a hop: parts of its block, and of the own one to ranks that it reaches straight."""
         is_straight = any(send.ranges for send in hop.straight)
         mine = (
             (yield from self.encode())
@@ -217,7 +228,6 @@ class Walk:
             )
             yield from drop(*(buffer for _, buffer in own))
         yield from drop(coded, mine, *packed.values())
-        return block
 
     def pack(self, whole: Buffer, ranges: Ranges) -> Steps[Buffer]:
         return pack(

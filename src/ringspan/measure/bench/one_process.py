@@ -80,56 +80,12 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
     All ranks draw the same inputs and take their positions of the layout; rank 0 also runs the baseline on the whole
     sequence, with the threads of all ranks, while the others wait.
     """
-    device, dtype = local_device(), getattr(torch, case.dtype)
-    mask, rank = Mask.parse(case.mask), dist.get_rank()
-    layout = Layout(case.layout, case.length, case.ranks)
-    generator = torch.Generator().manual_seed(0)
-    *inputs, dout = (
-        torch.randn(
-            case.batch, layout.padded_length, heads, case.head_dim, generator=generator
-        ).to(device, dtype)
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    both = _Both(case)
+    seconds = _interleaved(case, both)
+    pairs = sum(
+        make_schedule(both.layout, both.mask, rank).num_pairs
+        for rank in range(case.ranks)
     )
-    check_tensors(*inputs)
-    mine = torch.from_numpy(layout.positions(rank)).to(device)
-    local = [x[:, mine].transpose(1, 2).requires_grad_() for x in inputs]
-    whole = [x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs]
-    local_dout, whole_dout = (
-        dout[:, mine].transpose(1, 2),
-        dout[:, : case.length].transpose(1, 2),
-    )
-    inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
-    dense = None
-    if case.mask not in ("causal", "full"):
-        dense = torch.from_numpy(mask.dense(*2 * [np.arange(case.length)])).to(device)
-
-    def on_ring(backward: bool) -> list[Tensor]:
-        out = ring_attention(*local, mask=mask, layout=layout, route=case.route)
-        return (
-            [out, *torch.autograd.grad(out, local, local_dout)] if backward else [out]
-        )
-
-    def on_one(backward: bool) -> list[Tensor]:
-        causal, grouped = case.mask == "causal", case.heads != case.kv_heads
-        out = scaled_dot_product_attention(
-            *whole, attn_mask=dense, is_causal=causal, enable_gqa=grouped
-        )
-        return (
-            [out, *torch.autograd.grad(out, whole, whole_dout)] if backward else [out]
-        )
-
-    seconds: dict[str, list[float]] = {}
-    for repeat in range(case.repeats + 1):
-        for kind, backward in (("forward", False), ("forward_backward", True)):
-            with torch.set_grad_enabled(backward):
-                ours = timed(partial(on_ring, backward), threads=1)
-                theirs = timed(
-                    partial(on_one, backward) if rank == 0 else None, threads=case.ranks
-                )
-            if repeat:  # the first round warms up
-                seconds.setdefault(f"ring {kind}", []).append(ours)
-                seconds.setdefault(f"one {kind}", []).append(theirs)
-    pairs = sum(make_schedule(layout, mask, r).num_pairs for r in range(case.ranks))
     flops = 4 * pairs * case.batch * case.heads * case.head_dim
     ring_seconds = {kind: median(seconds[f"ring {kind}"]) for kind in KINDS}
     result = {
@@ -148,17 +104,89 @@ def _measure_attention(case: AttentionCase) -> dict[str, Any]:
             kind: flops * passes / ring_seconds[kind] / 1e9
             for kind, passes in KINDS.items()
         },
-        "exposed_comm_seconds": _exposed(on_ring),
+        "exposed_comm_seconds": _exposed(both.on_ring),
         "peak_bytes_per_token": {
-            "ring": (_peak_bytes(partial(on_ring, True)) + _largest(shared_bytes()))
-            / layout.tokens_per_rank,
-            "baseline": _peak_bytes(
-                partial(on_one, True) if rank == 0 else None, threads=case.ranks
+            "ring": (
+                _peak_bytes(partial(both.on_ring, True)) + _largest(shared_bytes())
             )
+            / both.layout.tokens_per_rank,
+            "baseline": _peak_bytes(both.baseline(True), threads=case.ranks)
             / case.length,
         },
-        "max_relative_error": _error(case, inputs, dout, on_ring(True)),
+        "max_relative_error": _error(case, both.inputs, both.dout, both.on_ring(True)),
     }
+
+
+class _Both:
+    """A case's attention on the ring and on one process, of inputs that every rank draws the same."""
+
+    def __init__(self, case: AttentionCase) -> None:
+        """Draw (B, T, H, D) in memory, seen as (B, H, T, D): all, this rank's positions, and those without padding."""
+        self.case, self.mask = case, Mask.parse(case.mask)
+        self.layout = Layout(case.layout, case.length, case.ranks)
+        device, dtype = local_device(), getattr(torch, case.dtype)
+        generator = torch.Generator().manual_seed(0)
+        length = self.layout.padded_length
+        *inputs, dout = (
+            torch.randn(
+                case.batch, length, heads, case.head_dim, generator=generator
+            ).to(device, dtype)
+            for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+        )
+        check_tensors(*inputs)
+        mine = torch.from_numpy(self.layout.positions(dist.get_rank())).to(device)
+        self._local = [x[:, mine].transpose(1, 2).requires_grad_() for x in inputs]
+        self._whole = [
+            x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs
+        ]
+        self._local_dout = dout[:, mine].transpose(1, 2)
+        self._whole_dout = dout[:, : case.length].transpose(1, 2)
+        self.inputs, self.dout = (
+            [x.transpose(1, 2) for x in inputs],
+            dout.transpose(1, 2),
+        )
+        self._dense = None
+        if case.mask not in ("causal", "full"):
+            dense = self.mask.dense(*2 * [np.arange(case.length)])
+            self._dense = torch.from_numpy(dense).to(device)
+
+    def on_ring(self, backward: bool) -> list[Tensor]:
+        out = ring_attention(
+            *self._local, mask=self.mask, layout=self.layout, route=self.case.route
+        )
+        if not backward:
+            return [out]
+        return [out, *torch.autograd.grad(out, self._local, self._local_dout)]
+
+    def baseline(self, backward: bool) -> Callable[[], list[Tensor]] | None:
+        """Return the call on one process, which only rank 0 makes."""
+        return partial(self._on_one, backward) if dist.get_rank() == 0 else None
+
+    def _on_one(self, backward: bool) -> list[Tensor]:
+        case = self.case
+        out = scaled_dot_product_attention(
+            *self._whole,
+            attn_mask=self._dense,
+            is_causal=case.mask == "causal",
+            enable_gqa=case.heads != case.kv_heads,
+        )
+        if not backward:
+            return [out]
+        return [out, *torch.autograd.grad(out, self._whole, self._whole_dout)]
+
+
+def _interleaved(case: AttentionCase, both: _Both) -> dict[str, list[float]]:
+    """Time ring and baseline in turn; return the seconds of each repeat."""
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(case.repeats + 1):
+        for kind, backward in (("forward", False), ("forward_backward", True)):
+            with torch.set_grad_enabled(backward):
+                ours = timed(partial(both.on_ring, backward), threads=1)
+                theirs = timed(both.baseline(backward), threads=case.ranks)
+            if repeat:  # the first round warms up
+                seconds.setdefault(f"ring {kind}", []).append(ours)
+                seconds.setdefault(f"one {kind}", []).append(theirs)
+    return seconds
 
 
 def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:

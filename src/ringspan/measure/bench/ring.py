@@ -73,16 +73,7 @@ def run(case: RingCase) -> dict[str, Any]:
         on, off = one.passes(is_moving=True), one.passes(is_moving=False)
         alone = one.single_kernels()
         everything = {"ring": on, "still": off, **alone}
-        found: dict[str, dict[str, list[Timing]]] = {}
-        for repeat in range(case.repeats + 1):
-            # The order changes each time, as a run inherits the caches and clocks of the one before.
-            for name in (
-                np.random.default_rng(repeat).permutation(list(everything)).tolist()
-            ):
-                for kind in KINDS:
-                    took = Timing.of(everything[name][kind], one.device)
-                    if repeat:  # the first round warms up
-                        found.setdefault(name, {}).setdefault(kind, []).append(took)
+        found = _interleaved(everything, case.repeats, one.device)
     seconds = {
         field: {
             name: {
@@ -124,6 +115,24 @@ def run(case: RingCase) -> dict[str, Any]:
         "config": asdict(case),
         "machine": describe_machine(),
     }
+
+
+def _interleaved(
+    everything: dict[str, dict[str, Callable[[], Any]]],
+    repeats: int,
+    device: torch.device,
+) -> dict[str, dict[str, list["Timing"]]]:
+    """Time every kind of call of everything in turn, again and again."""
+    found: dict[str, dict[str, list[Timing]]] = {}
+    for repeat in range(repeats + 1):
+        # The order changes each time, as a run inherits the caches and clocks of the one before.
+        order = np.random.default_rng(repeat).permutation(list(everything))
+        for name in order.tolist():
+            for kind in KINDS:
+                took = Timing.of(everything[name][kind], device)
+                if repeat:  # the first round warms up
+                    found.setdefault(name, {}).setdefault(kind, []).append(took)
+    return found
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:

@@ -160,13 +160,12 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None
     ) -> object:
-        """Run an operator, and count the storages that it creates or sends.
+        """Run an operator and count its storages, unless it needs no counting.
 
-        New storages are temporaries, or communication if the operator communicates. A temporary that is sent becomes
-        communication, and before a reduction finished gradients are claimed. Not counted: predictions of shapes, and
-        queries of a tensor's device, which are more than half of a traced step's calls. In a fake run, values have
-        fixed answers.
+        Not counted: predictions of shapes, and queries of a tensor's device, which are more than half of a traced
+        step's calls. In a fake run, values have fixed answers. The ring's own operators are counted inside their loops.
         """
+        kwargs = kwargs or {}
         if func is _DEVICE_OF:
             return (
                 args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
@@ -176,15 +175,23 @@ class MemoryTracker(TorchDispatchMode):
         if self.is_fake and func in _ANSWERS:
             return _ANSWERS[func]
         if self._predicts:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func.namespace == "ringspan" and func in _LOOPS:
             with self:
-                return _LOOPS[func](*args, **(kwargs or {}))
+                return _LOOPS[func](*args, **kwargs)
+        return self._counted(func, args, kwargs)
+
+    def _counted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> object:
+        """Run an operator, and count the storages that it creates or sends.
+
+        New storages are temporaries, or communication if the operator communicates. A temporary that is sent becomes
+        communication, and before a reduction finished gradients are claimed.
+        """
         communicates = func.namespace in COMMUNICATION
         # The results of the previous reduction have become a layer's gradients by now.
         if communicates and func.name().startswith(_REDUCE_SCATTERS):
             self.claim_gradients()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self._operators += 1
         given = set[int]()
         for tensor in tensors_of((args, kwargs)):

@@ -397,102 +397,125 @@ def _hooked(
     A layer like an earlier one does not run: it returns copies of that one's output. Layers get copies of float32
     arguments in their own dtype, as from FSDP. Norms that can run in chunks of tokens note their input.
     """
-    handles: list[Any] = []
-    made: dict[int, Any] = {}
-
-    def on(
-        module: nn.Module,
-        begin: Callable[[list[Tensor]], Any] | None,
-        end: Callable[[Any], Any],
-    ) -> None:
-        if begin is not None:
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda _, *given: begin(_tensors(given)), with_kwargs=True
-                )
-            )
-        handles.append(module.register_forward_hook(lambda _, __, out: end(out)))
-
-    def again(number: int, *_: object, **__: object) -> object:
-        return tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, made[number]
-        )
-
-    def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
-        run.times, run.input = run.times + 1, given[0].numel() // _TOKENS
-        watch.share(*given[1:])
-        watch.switch("", run)
-
-    def cast(_: nn.Module, *given: Any) -> Any:
-        """Give a layer copies of its own in its dtype, as FSDP does."""
-        return tree_map(
-            lambda x: (
-                watch.copy(x)
-                if isinstance(x, Tensor) and x.dtype == torch.float32
-                else x
-            ),
-            given,
-        )
-
-    def begin_child(run: LayerRun, name: str, given: list[Tensor]) -> None:
-        watch.switch(name)
-        run.order.append(name)
-        watch.inputs = {id_of(x) for x in given}
-
-    def begin_norm(run: LayerRun, given: list[Tensor]) -> None:
-        watch.norms += 1
-        run.inputs.append(
-            _Saved.of(given[0], watch.child, in_norm=True, is_input=False)
-        )
-
-    def end_norm(_: object) -> None:
-        watch.norms -= 1
-
-    def end_layer(number: int, out: object) -> None:
-        index = runs[number].index
-        if index and any(isinstance(each, Choice) for each in tree_leaves(out)):
-            runs[number].index = replace(index, is_passed=True)
-        watch.switch("", watch.outside)
-        made[number] = out
-
-    for number, (run, layer) in enumerate(zip(runs, layers, strict=True)):
+    hooks = _Hooks(watch, runs)
+    for number, layer in enumerate(layers):
         if first[number] < number:
-            layer.forward = partial(again, first[number])
-            continue
-        on(layer, partial(begin_layer, run), partial(end_layer, number))
-        handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
+            layer.forward = partial(hooks.again, first[number])
+        else:
+            hooks.on_layer(number, layer)
+    inside = {module for layer in layers for module in layer.modules()}
+    for path, module in decoder.named_modules():
+        if is_norm(module) and module._parameters and module not in inside:
+            hooks.on_child(watch.outside, path, module)
+            hooks.on_norm(watch.outside, module)
+    try:
+        yield
+    finally:
+        hooks.remove()
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+class _Hooks:
+    """The hooks of ``_hooked``, and the outputs of layers that later ones return again."""
+
+    def __init__(self, watch: _Watch, runs: list[LayerRun]) -> None:
+        self._watch, self._runs = watch, runs
+        self._handles: list[Any] = []
+        self._made: dict[int, Any] = {}
+
+    def on_layer(self, number: int, layer: nn.Module) -> None:
+        """Watch a layer, its children, and in all of it linear layers and norms that can run in chunks."""
+        run = self._runs[number]
+        self._on(
+            layer, partial(self._begin_layer, run), partial(self._end_layer, number)
+        )
+        self._handles.append(
+            layer.register_forward_pre_hook(self._cast, with_kwargs=True)
+        )
         for name, child in layer.named_children():
-            on(child, partial(begin_child, run, name), lambda _: watch.switch(""))
+            self.on_child(run, name, child)
         for module in layer.modules():
             if isinstance(module, (nn.Linear, Conv1D)):
-                on(
-                    module,
-                    None,
-                    lambda _, run=run, module=module: run.linears.add(module),
-                )
+                self._on(module, None, lambda _, module=module: run.linears.add(module))
             # ``blockwise.norm`` runs these in chunks of tokens.
             if (
                 is_norm(module)
                 and not isinstance(module, nn.LayerNorm)
                 and module._parameters
             ):
-                on(module, partial(begin_norm, run), end_norm)
-    inside = {module for layer in layers for module in layer.modules()}
-    for path, module in decoder.named_modules():
-        if is_norm(module) and module._parameters and module not in inside:
-            on(
-                module,
-                partial(begin_child, watch.outside, path),
-                lambda _: watch.switch(""),
-            )
-            on(module, partial(begin_norm, watch.outside), end_norm)
-    try:
-        yield
-    finally:
-        for handle in handles:
+                self.on_norm(run, module)
+
+    def on_child(self, run: LayerRun, name: str, child: nn.Module) -> None:
+        self._on(
+            child,
+            partial(self._begin_child, run, name),
+            lambda _: self._watch.switch(""),
+        )
+
+    def on_norm(self, run: LayerRun, norm: nn.Module) -> None:
+        self._on(norm, partial(self._begin_norm, run), self._end_norm)
+
+    def again(self, number: int, *_: object, **__: object) -> object:
+        """Return copies of a layer's output, in the place of a layer like it."""
+        return tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, self._made[number]
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
             handle.remove()
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+
+    def _on(
+        self,
+        module: nn.Module,
+        begin: Callable[[list[Tensor]], Any] | None,
+        end: Callable[[Any], Any],
+    ) -> None:
+        if begin is not None:
+            self._handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, *given: begin(_tensors(given)), with_kwargs=True
+                )
+            )
+        self._handles.append(module.register_forward_hook(lambda _, __, out: end(out)))
+
+    def _begin_layer(self, run: LayerRun, given: list[Tensor]) -> None:
+        run.times, run.input = run.times + 1, given[0].numel() // _TOKENS
+        self._watch.share(*given[1:])
+        self._watch.switch("", run)
+
+    def _cast(self, _: nn.Module, *given: Any) -> Any:
+        """Give a layer copies of its own in its dtype, as FSDP does."""
+        return tree_map(
+            lambda x: (
+                self._watch.copy(x)
+                if isinstance(x, Tensor) and x.dtype == torch.float32
+                else x
+            ),
+            given,
+        )
+
+    def _end_layer(self, number: int, out: object) -> None:
+        run = self._runs[number]
+        if run.index and any(isinstance(each, Choice) for each in tree_leaves(out)):
+            run.index = replace(run.index, is_passed=True)
+        self._watch.switch("", self._watch.outside)
+        self._made[number] = out
+
+    def _begin_child(self, run: LayerRun, name: str, given: list[Tensor]) -> None:
+        self._watch.switch(name)
+        run.order.append(name)
+        self._watch.inputs = {id_of(x) for x in given}
+
+    def _begin_norm(self, run: LayerRun, given: list[Tensor]) -> None:
+        self._watch.norms += 1
+        run.inputs.append(
+            _Saved.of(given[0], self._watch.child, in_norm=True, is_input=False)
+        )
+
+    def _end_norm(self, _: object) -> None:
+        self._watch.norms -= 1
 
 
 def _tensors(given: object) -> list[Tensor]:

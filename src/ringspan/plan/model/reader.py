@@ -216,10 +216,8 @@ class _Facts:
             for p in layer.get_submodule(name).parameters()
         }
         outside = [p for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
-        self.rest, experts = (
-            [p.numel() for p in outside],
-            [p for p in outside if p.ndim == 3],
-        )
+        self.rest = [p.numel() for p in outside]
+        experts = [p for p in outside if p.ndim == 3]
         self.experts = (
             max((len(p) for p in experts), default=0),
             sum(p.numel() for p in experts),
@@ -227,20 +225,22 @@ class _Facts:
         self.linears = [
             each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))
         ]
-        called = {
-            *run.linears,
-            *(each for state in self.stateful.values() for each in state.modules()),
-        }
-        # A shared layer of Zamba holds linear layers that other layers call.
-        idle = {id(each.weight) for each in self.linears if each not in called}
-        inside -= idle
+        used = inside - self._idle()
         # Decays are left out: they have the numbers of a state, and are not multiplied with a token.
         weights = [
             (path, p)
             for path, p in layer.named_parameters()
             if p.ndim > 1 and not path.endswith("A_log")
         ]
-        self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
+        self.mixing = sum(p.numel() for _, p in weights if id(p) in used)
+
+    def _idle(self) -> set[int]:
+        """Return the weights' ids of linear layers that this layer holds for others, like a shared layer of Zamba."""
+        called = {
+            *self.run.linears,
+            *(each for state in self.stateful.values() for each in state.modules()),
+        }
+        return {id(each.weight) for each in self.linears if each not in called}
 
     def kind(self, sees: LayerMask, whole: int, *, keeps: bool) -> LayerKind:
         """Return this layer as the planner counts it, from its modules and a run on made-up tokens.

@@ -37,7 +37,7 @@ from ringspan.torch.data.media.cuts import (
     WindowsOfSound,
     image_size_to_num_patches,
 )
-from ringspan.torch.data.media.kind import Modality
+from ringspan.torch.data.media.kind import Kind, Modality
 from ringspan.torch.mechanisms.media.kinds import kinds
 from ringspan.torch.model.layers.decoder import inner_of, layers_of, towers_of
 from ringspan.torch.model.memory.checkpointing import checkpoint_all
@@ -49,18 +49,10 @@ def seeing_shape(
     """Return the shape of a config with towers, in ``dtype``, else None; raise for unknown parts or bad sizes."""
     kind = values["model_type"]
     takes = kinds().get(kind)
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and takes is None:
+    maker = _maker(kind, takes)
+    if maker is None:
         return None
-    of_sequences = kind.endswith("flamingo") or (
-        takes is not None and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    )
-    if not of_sequences and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
-        return None
-    model = built(
-        AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM,
-        values,
-        name,
-    )
+    model = built(maker, values, name)
     if takes is not None and takes.is_prefix:
         raise UnsupportedError(
             f"{name}: a {kind} prompt sees itself both ways, and no option says how long it is; the planner does not "
@@ -69,33 +61,57 @@ def seeing_shape(
     of_text = decoder_values(model, name)
     of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
     shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
+    if takes is not None:
+        return _with_towers(shape, model, media, dtype, has_blocks=bool(takes.blocks))
     # Only the decoder goes on the ring.
-    if takes is None:
-        if media:
-            raise ConfigError(
-                f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
-            )
-        return shape
+    if media:
+        raise ConfigError(
+            f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
+        )
+    return shape
+
+
+def _maker(kind: str, takes: Kind | None) -> Any:
+    """Return the class of transformers that builds a type of model with towers, or None for a type of text."""
+    if takes is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    of_sequences = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if kind.endswith("flamingo") or (takes is not None and of_sequences):
+        return AutoModelForSeq2SeqLM
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return AutoModelForMultimodalLM
+    return None
+
+
+def _with_towers(
+    shape: ModelShape,
+    model: PreTrainedModel,
+    media: Media,
+    dtype: str,
+    *,
+    has_blocks: bool,
+) -> ModelShape:
+    """Add a model's towers and what they hold; ``has_blocks``: tokens of one image see each other both ways."""
+    parts = towers_of(model)
     in_layers = [
         sum(p.numel() for p in layer.parameters())
-        for part in towers_of(model)
+        for part in parts
         for layer in layers_of(part).values()
     ]
+    whole = sum(p.numel() for part in parts for p in part.parameters())
     shown = [
-        (modality, media[modality.name]) for modality in _shown(model, media, name)
+        (modality, media[modality.name])
+        for modality in _shown(model, media, shape.name)
     ]
     model.to(getattr(torch, dtype)).train()
-    towers = [_tower(model, modality, units, name) for modality, units in shown]
+    towers = [_tower(model, modality, units, shape.name) for modality, units in shown]
     return replace(
         shape,
         root=shape.root - sum(in_layers),
         towers=tuple(towers),
         tower_layers=tuple(in_layers),
-        tower_root=sum(
-            p.numel() for part in towers_of(model) for p in part.parameters()
-        )
-        - sum(in_layers),
-        later_pairs=sum(_later_pairs(tower) for tower in towers) if takes.blocks else 0,
+        tower_root=whole - sum(in_layers),
+        later_pairs=sum(_later_pairs(tower) for tower in towers) if has_blocks else 0,
     )
 
 

@@ -62,34 +62,38 @@ def refuse_weights(model: PreTrainedModel) -> None:
         _refuse_module(name, path, module)
     parts = parts_in(model)
     for path, parameter in model.named_parameters():
-        if id(parameter) in parts:
-            continue
-        if isinstance(parameter.data, DTensor):
-            raise UnsupportedError(
-                f"{name} was sharded before ({path} is a DTensor); give the model as it was"
-            )
-        if is_packed(parameter):
-            _refuse_packed(name, path, parameter)
-            continue
-        if (
-            type(parameter.data) not in (Tensor, FakeTensor)
-            or parameter.dtype not in _DTYPES
-        ):
-            given = (
-                parameter.dtype
-                if parameter.dtype not in _DTYPES
-                else f"a {type(parameter.data).__name__}"
-            )
-            raise UnsupportedError(
-                f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16"
-            )
-        if parameter._backward_hooks:
-            raise UnsupportedError(f"{name}: {path} {HOOKED}")
+        if id(parameter) not in parts:
+            _refuse_parameter(name, path, parameter)
     _refuse_mixing(name, model)
     _refuse_shared_memory(name, model)
     find_shared_blocks(model)
     for part in shards_of(model):
         _refuse_mixed_types(name, part)
+
+
+def _refuse_parameter(name: str, path: str, parameter: nn.Parameter) -> None:
+    """Raise UnsupportedError for a weight that was sharded before, is of an unknown type or dtype, or has hooks."""
+    if isinstance(parameter.data, DTensor):
+        raise UnsupportedError(
+            f"{name} was sharded before ({path} is a DTensor); give the model as it was"
+        )
+    if is_packed(parameter):
+        _refuse_packed(name, path, parameter)
+        return
+    if (
+        type(parameter.data) not in (Tensor, FakeTensor)
+        or parameter.dtype not in _DTYPES
+    ):
+        given = (
+            parameter.dtype
+            if parameter.dtype not in _DTYPES
+            else f"a {type(parameter.data).__name__}"
+        )
+        raise UnsupportedError(
+            f"{name}: {path} is {given}, not supported yet; use float32, bfloat16 or float16"
+        )
+    if parameter._backward_hooks:
+        raise UnsupportedError(f"{name}: {path} {HOOKED}")
 
 
 def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:

@@ -83,26 +83,7 @@ def launch(
         RuntimeError: a rank failed in another way.
         KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
-    if num_ranks > MOST_RANKS:
-        raise ConfigError(
-            f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine"
-        )
-    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}"
-        )
-    if (
-        0
-        <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0])
-        < _RENDEZVOUS_BYTES
-    ):
-        # If the file does not fit, torch's store retries forever.
-        raise ConfigError(
-            f"ulimit -f allows files of {largest} bytes, and ranks meet through one of up to {_RENDEZVOUS_BYTES:,}; "
-            "raise it"
-        )
+    _check_ranks(num_ranks)
     # A new attempt must not read addresses of the one before, which torch's shared store would return.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
@@ -142,6 +123,30 @@ def launch(
                 raise KeyboardInterrupt from None
             raise _refusal(Path(folder)) or _failure(Path(folder), failure) from None
     return [results[rank] for rank in range(num_ranks)]
+
+
+def _check_ranks(num_ranks: int) -> None:
+    """Raise ConfigError for a number of ranks that this machine, or this process's limits, cannot start."""
+    if num_ranks < 1:
+        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{num_ranks} ranks: at most {MOST_RANKS:,} are started on one machine"
+        )
+    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{num_ranks} ranks need as many CUDA devices; this machine has {torch.cuda.device_count()}"
+        )
+    if (
+        0
+        <= (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+        < _RENDEZVOUS_BYTES
+    ):
+        # If the file does not fit, torch's store retries forever.
+        raise ConfigError(
+            f"ulimit -f allows files of {largest} bytes, and ranks meet through one of up to {_RENDEZVOUS_BYTES:,}; "
+            "raise it"
+        )
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:

@@ -294,20 +294,8 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _check_across_tables(self) -> "TrainConfig":
-        """Raise ConfigError for keys of different tables that exclude each other.
-
-        Shorten an unset warm-up to the steps.
-        """
-        if self.optimizer.warmup_steps > self.steps:
-            if "warmup_steps" in self.optimizer.model_fields_set:
-                raise ConfigError(
-                    f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
-                    f"set it to at most {self.steps}"
-                )
-            # pydantic has frozen the model, so the attribute is set around it.
-            object.__setattr__(
-                self, "optimizer", self.optimizer.with_warmup(self.steps)
-            )
+        """Raise ConfigError for keys of different tables that exclude each other; settle an unset warm-up."""
+        self._fit_warmup()
         if self.data.balance == "flops" and self.data.documents != "separate":
             raise ConfigError(
                 f'data.balance = "flops": sequences of data.documents = "{self.data.documents}" all take the same '
@@ -331,26 +319,39 @@ class TrainConfig(Table):
             raise ConfigError(
                 f"profile = true: takes three steps, and steps = {self.steps}; raise it"
             )
-        if self.adapter.rank is not None and self.model.init == "scratch":
-            raise ConfigError(
-                f"adapter.rank = {self.adapter.rank}: is for a model that has been trained, and model.init = "
-                '"scratch" draws a new one; set model.path, or leave adapter out'
-            )
-        if (
-            self.adapter.rank is not None
-            and self.model.rope is not None
-            and not self.adapter.merge
-        ):
-            raise ConfigError(
-                f"model.rope = {self.model.rope}: an adapter's folder has no config that could say so; set "
-                "adapter.merge = true"
-            )
+        if self.adapter.rank is not None:
+            self._check_adapter()
         if self.evaluation.every_steps and not self.data.eval_fraction:
             raise ConfigError(
                 f"evaluation.every_steps = {self.evaluation.every_steps}: data.eval_fraction = 0 holds out no text to "
                 "evaluate on; raise it, or set evaluation.every_steps = 0"
             )
         return self
+
+    def _fit_warmup(self) -> None:
+        """Shorten an unset warm-up to the steps; raise ConfigError for one that is set to more."""
+        if self.optimizer.warmup_steps <= self.steps:
+            return
+        if "warmup_steps" in self.optimizer.model_fields_set:
+            raise ConfigError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: is more than steps = {self.steps}; "
+                f"set it to at most {self.steps}"
+            )
+        # pydantic has frozen the model, so the attribute is set around it.
+        object.__setattr__(self, "optimizer", self.optimizer.with_warmup(self.steps))
+
+    def _check_adapter(self) -> None:
+        """Raise ConfigError for a model that an adapter cannot be trained on, or not be read with."""
+        if self.model.init == "scratch":
+            raise ConfigError(
+                f"adapter.rank = {self.adapter.rank}: is for a model that has been trained, and model.init = "
+                '"scratch" draws a new one; set model.path, or leave adapter out'
+            )
+        if self.model.rope is not None and not self.adapter.merge:
+            raise ConfigError(
+                f"model.rope = {self.model.rope}: an adapter's folder has no config that could say so; set "
+                "adapter.merge = true"
+            )
 
     def _check_step(self) -> None:
         """Raise ConfigError for options of ``StepConfig`` that exclude each other, naming their key in the file."""

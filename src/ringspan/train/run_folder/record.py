@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -48,27 +49,10 @@ def read_record(config: TrainConfig) -> RunRecord:
     run = Path(config.run)
     if reason := why_no_folder(run):
         raise unusable(run, reason)
-    path = run / RECORD
-    try:
-        values = json.loads(read_small(path))
-        run_id, (began, unknown) = values["run_id"], recorded(values["config"])
-    except FileNotFoundError:
-        if (run / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
-                "run=..., or remove it"
-            ) from None
-        if there := next((name for name in _OF_MODELS if (run / name).exists()), None):
-            raise ConfigError(
-                f'run = "{run}": is the folder of a model, with {there}; choose a folder of its own with run=...'
-            ) from None
+    found = _written(run)
+    if found is None:
         return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it"
-        ) from error
-    if not isinstance(run_id, str) or not run_id.isalnum():
-        raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
+    run_id, began, unknown = found
     if lost := [key for key in unknown if key.split(".")[0] in _FIXED]:
         raise ConfigError(
             f"{run} holds a run of another version of ringspan, with {lost[0]}, which this one does not know; use "
@@ -83,6 +67,44 @@ def read_record(config: TrainConfig) -> RunRecord:
         f"{key} is left out: this version of ringspan does not know it"
         for key in unknown
     ]
+    changes += _changes(began, config)
+    return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
+
+
+def _written(run: Path) -> tuple[str, TrainConfig, list[str]] | None:
+    """Read a folder's record: the run's id, its configuration and unknown keys; None if the folder is free."""
+    path = run / RECORD
+    try:
+        values = json.loads(read_small(path))
+        run_id, (began, unknown) = values["run_id"], recorded(values["config"])
+    except FileNotFoundError:
+        _refuse_taken(run)
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it"
+        ) from error
+    if not isinstance(run_id, str) or not run_id.isalnum():
+        raise ConfigError(f"{path}: run_id = {run_id!r} is no name; remove the file")
+    return run_id, began, unknown
+
+
+def _refuse_taken(run: Path) -> None:
+    """Raise ConfigError for a folder without a record that holds the rest of a run, or a model."""
+    if (run / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
+            "run=..., or remove it"
+        ) from None
+    if there := next((name for name in _OF_MODELS if (run / name).exists()), None):
+        raise ConfigError(
+            f'run = "{run}": is the folder of a model, with {there}; choose a folder of its own with run=...'
+        ) from None
+
+
+def _changes(began: TrainConfig, config: TrainConfig) -> Iterator[str]:
+    """Yield a line about each changed setting; raise ConfigError for one that would make it another run."""
+    run = Path(config.run)
     for key, before, now in differences(
         began.model_dump(mode="json"), config.model_dump(mode="json")
     ):
@@ -101,10 +123,7 @@ def read_record(config: TrainConfig) -> RunRecord:
                 )
             )
         if key != "run":
-            changes.append(
-                f"{key} = {json.dumps(now)} (the run began with {json.dumps(before)})"
-            )
-    return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
+            yield f"{key} = {json.dumps(now)} (the run began with {json.dumps(before)})"
 
 
 def recorded(values: object) -> tuple[TrainConfig, list[str]]:

@@ -43,50 +43,61 @@ from ringspan.torch.engine.transport.exchange import hop_recorded
 
 def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
     """Yield each active hop with its block, while the following blocks are in transit."""
-    hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
-    dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
     under_way: dict[int, Coming] = {}
     for hop in ring.schedule.active:
         coded = under_way.pop(hop.index).wait() if hop.index in under_way else None
-        if hop.index:
-            block = own.nothing if coded is None else decode(coded, own.k.dtype)
-        else:
-            block, coded = (
-                own,
-                encode(own, comm_dtype)
-                if any(send.ranges for _, send in hop.sends)
-                else own,
-            )
-        mine = (
-            encode(own, comm_dtype)
-            if any(send.ranges for send in hop.straight)
-            else own
-        )
-        packed: dict[Ranges, Block] = {}
-        for (index, (peer, ranges)), straight in zip(
-            hop.sends, hop.straight, strict=True
-        ):
-            source, carried = hops[index].arrives
-            if not (ranges or straight.ranges or carried):
-                continue
-            sends: list[tuple[int, Block]] = []
-            if ranges:
-                assert coded is not None, "what is handed on has arrived"
-                if ranges not in packed:
-                    packed[ranges] = coded.pack(ranges, ring.exchange.empty)
-                sends.append((peer, packed[ranges]))
-            if straight.ranges:
-                sends.append(
-                    (straight.peer, mine.pack(straight.ranges, ring.exchange.empty))
-                )
-            spec = PackedSpec.of(carried, own.k, own.v, dtype, is_scaled)
-            message = MESSAGES_PER_HOP * (number * len(hops) + index)
-            under_way[index], *_ = post(ring, sends, [(source, spec)], message)
-            del sends
-        del coded, mine, packed
+        block, coded = _forms(ring, own, hop, coded)
+        _send_on(ring, number, own, hop, coded, under_way)
+        del coded
         with hop_recorded(hop.owner, hop.num_pairs, own.k.device):
             yield hop, block
         del block
+
+
+def _forms(
+    ring: Ring, own: Block, hop: Hop, coded: Block | None
+) -> tuple[Block, Block | None]:
+    """Return a hop's block as it is computed with, and as it is sent on, given what has arrived."""
+    if hop.index:
+        block = own.nothing if coded is None else decode(coded, own.k.dtype)
+        return block, coded
+    if any(send.ranges for _, send in hop.sends):
+        return own, encode(own, ring.spec.comm_dtype)
+    return own, own
+
+
+def _send_on(
+    ring: Ring,
+    number: int,
+    own: Block,
+    hop: Hop,
+    coded: Block | None,
+    under_way: dict[int, Coming],
+) -> None:
+    """Post the hops that follow a hop: parts of its block, and of the own one to ranks that it reaches straight."""
+    hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
+    dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
+    is_straight = any(send.ranges for send in hop.straight)
+    mine = encode(own, comm_dtype) if is_straight else own
+    packed: dict[Ranges, Block] = {}
+    for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
+        source, carried = hops[index].arrives
+        if not (ranges or straight.ranges or carried):
+            continue
+        sends: list[tuple[int, Block]] = []
+        if ranges:
+            assert coded is not None, "what is handed on has arrived"
+            if ranges not in packed:
+                packed[ranges] = coded.pack(ranges, ring.exchange.empty)
+            sends.append((peer, packed[ranges]))
+        if straight.ranges:
+            sends.append(
+                (straight.peer, mine.pack(straight.ranges, ring.exchange.empty))
+            )
+        spec = PackedSpec.of(carried, own.k, own.v, dtype, is_scaled)
+        message = MESSAGES_PER_HOP * (number * len(hops) + index)
+        under_way[index], *_ = post(ring, sends, [(source, spec)], message)
+        del sends
 
 
 def forward(

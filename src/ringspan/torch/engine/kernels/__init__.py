@@ -190,21 +190,31 @@ def choose(
     if len(names) == 1:
         return kernel_of(names[0])
     left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()
-    are_squares = all(
-        tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys)
-        for tile in tiles
-    )
-    if len(tiles) <= _FEW and are_squares:
-        order = _FOR_SQUARES
-        if "cudnn" in names and not _is_planned(tiles, q, is_backward=is_backward):
-            left_out.add("cudnn")
-    else:
-        is_hopper = rules_of(q.device).capability[0] == _HOPPER
-        order = _FORWARD_ON_HOPPER if is_hopper and not is_backward else _FOR_ANYTHING
+    are_few_squares = _are_few_squares(tiles)
+    order = _FOR_SQUARES if are_few_squares else _for_bands(q, is_backward=is_backward)
+    if (
+        "cudnn" in names
+        and are_few_squares
+        and not _is_planned(tiles, q, is_backward=is_backward)
+    ):
+        left_out.add("cudnn")
     if is_backward and torch.are_deterministic_algorithms_enabled():
         left_out.add("cudnn")  # its operator does not ask for that mode
     able = [name for name in order if name in names]
     return KERNELS[next((name for name in able if name not in left_out), able[0])]
+
+
+def _are_few_squares(tiles: tuple[Tile, ...]) -> bool:
+    """Return whether tiles are few, and each a rectangle without a mask or a causal square."""
+    return len(tiles) <= _FEW and all(
+        tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys)
+        for tile in tiles
+    )
+
+
+def _for_bands(q: Tensor, *, is_backward: bool) -> tuple[str, ...]:
+    is_hopper = rules_of(q.device).capability[0] == _HOPPER
+    return _FORWARD_ON_HOPPER if is_hopper and not is_backward else _FOR_ANYTHING
 
 
 # Sizes that this process has given to cuDNN, which keeps a plan for each.

@@ -4,7 +4,7 @@
 # n local spans in storage order, B batch, C channels, T local tokens.
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,39 +126,31 @@ def scan(
 ) -> Tensor:
     """Compute ``scan_states`` on one rank: in each round, send prefixes of spans and compose those that arrive.
 
-    A prefix is the map ``S -> A S + B`` of some spans up to one: its B is in ``prefixes``, its A in ``prefix_maps``.
-    Composing applies the later map to the earlier one: ``A_2 (A_1 S + B_1) + B_2``. ``taken`` are the states (n, B,
-    ...) that local spans begin with; in ``reverse``, gradients of the states that they end with.
+    A prefix is the map ``S -> A S + B`` of some spans up to one. Composing applies the later map to the earlier one:
+    ``A_2 (A_1 S + B_1) + B_2``. Returned are the states (n, B, ...) that local spans begin with; in ``reverse``,
+    gradients of the states that they end with.
     """
     mine = plan.mine(rank)
     if reverse and is_matrix:
         maps = maps.mT
-    prefix_maps = {number: maps[index] for index, number in enumerate(mine)}
-    prefixes = {number: states[index] for index, number in enumerate(mine)}
-    taken: dict[int, Tensor] = {}
-    last = len(plan.places) - 1
+    prefixes = _Prefixes(maps, states, mine, is_matrix=is_matrix)
     for number, messages in enumerate(plan.reverse_rounds if reverse else plan.rounds):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, TensorSpec]] = []
         arrivals: list[tuple[Any, list[Tensor] | None, int]] = []
         for message in messages:
-            source, target = message.source, message.target
-            if reverse:
-                source, target = last - source, last - target
+            source, target = _ends_of(message, plan, reverse=reverse)
             sender, receiver = plan.places[source].rank, plan.places[target].rank
-            parts: list[Tensor] | None = None
+            parts = None
             if sender == rank:
-                parts = [prefixes[source]] + (
-                    [prefix_maps[source]] if message.has_map else []
-                )
-                parts = [part.contiguous() for part in parts]
+                parts = prefixes.parts_of(source, has_map=message.has_map)
                 if receiver != rank:
                     sends += [(receiver, part) for part in parts]
             if receiver == rank:
                 arrivals.append((message, parts, target))
                 if parts is None:
-                    like = [states[0]] + ([maps[0]] if message.has_map else [])
-                    receives += [(sender, TensorSpec.like(part)) for part in like]
+                    specs = prefixes.specs(has_map=message.has_map)
+                    receives += [(sender, spec) for spec in specs]
         transfer, pending = transport.post(sends, receives, 2 * number + reverse)
         transfer.wait()
         received = iter(pending)
@@ -166,22 +158,62 @@ def scan(
         for message, parts, target in arrivals:
             if parts is None:
                 parts = [next(received).read() for _ in range(1 + message.has_map)]
-            if message.is_state:
-                taken[target] = (
-                    taken[target] + parts[0] if target in taken else parts[0].clone()
-                )
-            if message.composes:
-                own = prefix_maps[target]
-                prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
-                # The map of a complete prefix is needed again only to add another branch's gradient.
-                if message.has_map:
-                    prefix_maps[target] = applied(own, parts[1], is_matrix)
-    return torch.stack(
-        [
-            taken[number] if number in taken else torch.zeros_like(states[0])
-            for number in mine
-        ]
-    )
+            prefixes.take(message, target, parts)
+    return prefixes.stacked()
+
+
+def _ends_of(message: Any, plan: Plan, *, reverse: bool) -> tuple[int, int]:
+    """Return the spans that a message comes from and goes to; in ``reverse`` they are counted from the last one."""
+    if not reverse:
+        return message.source, message.target
+    last = len(plan.places) - 1
+    return last - message.source, last - message.target
+
+
+class _Prefixes:
+    """Prefixes of local spans as they grow, and the states that have arrived for spans to begin with."""
+
+    def __init__(
+        self, maps: Tensor, states: Tensor, mine: Sequence[int], *, is_matrix: bool
+    ) -> None:
+        """Begin with each span's own map, its A in ``maps`` and its B in ``states``."""
+        self._mine, self._is_matrix, self._like = mine, is_matrix, (states[0], maps[0])
+        self._maps = {number: maps[index] for index, number in enumerate(mine)}
+        self._prefixes = {number: states[index] for index, number in enumerate(mine)}
+        self._taken: dict[int, Tensor] = {}
+
+    def parts_of(self, source: int, *, has_map: bool) -> list[Tensor]:
+        """Return what a message holds of a span's prefix: its B, and its A if the receiver needs it."""
+        parts = [self._prefixes[source]] + ([self._maps[source]] if has_map else [])
+        return [part.contiguous() for part in parts]
+
+    def specs(self, *, has_map: bool) -> list[TensorSpec]:
+        return [TensorSpec.like(part) for part in self._like[: 1 + has_map]]
+
+    def take(self, message: Any, target: int, parts: list[Tensor]) -> None:
+        """Let a span begin with an arrived state, or compose its own prefix with the arrived one, or both."""
+        taken, prefixes, is_matrix = self._taken, self._prefixes, self._is_matrix
+        if message.is_state:
+            taken[target] = (
+                taken[target] + parts[0] if target in taken else parts[0].clone()
+            )
+        if message.composes:
+            own = self._maps[target]
+            prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
+            # The map of a complete prefix is needed again only to add another branch's gradient.
+            if message.has_map:
+                self._maps[target] = applied(own, parts[1], is_matrix)
+
+    def stacked(self) -> Tensor:
+        """Return the states that local spans begin with, zero for those that begin a document."""
+        return torch.stack(
+            [
+                self._taken[number]
+                if number in self._taken
+                else torch.zeros_like(self._like[0])
+                for number in self._mine
+            ]
+        )
 
 
 @torch.library.custom_op("ringspan::halo", mutates_args=())

@@ -4,7 +4,7 @@ Spans that take a state run twice: from zero, to find their map, then from that 
 each span's part of its state's gradient; these are scanned from the last span on, then inputs' gradients follow.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -271,15 +271,11 @@ class _Job:
         backwards through ``maps``, these give the gradients of final states; both together give the inputs' gradients.
         With an ``entry``, gradients of the state also come from the next fold and go to the one before.
         """
-        states = [
-            state.detach().requires_grad_() if self.plan.takes(number) else None
-            for state, number in zip(taken, self.mine, strict=True)
-        ]
-        begin, later, last = None, None, len(self.plan.places) - 1
+        begin, later = None, None
         if entry is not None:
             begin, later = entry.read(), entry.read_gradient()
-            if begin is not None and 0 in self.mine:
-                states[self.mine.index(0)] = begin.requires_grad_()
+        own = [begin] if begin is not None and 0 in self.mine else []
+        states = self._leaves_of(taken, own)
         with torch.enable_grad():
             made = [
                 self.run(arguments, number, state)
@@ -290,41 +286,69 @@ class _Job:
             [self.plan.places[number].tokens for number in self.mine], self.rule.out_dim
         )
         gammas = torch.zeros_like(taken)
-        for index, state in enumerate(states):
-            if state is not None and self.plan.takes(self.mine[index]):
-                both = [outs[index]], [douts[index]]
-                if later is not None and self.mine[index] == last:
-                    both = (
-                        [outs[index], ends[index]],
-                        [douts[index], later.to(ends[index].dtype)],
-                    )
-                (gammas[index],) = torch.autograd.grad(
-                    both[0], state, both[1], retain_graph=True
-                )
+        for index, gamma in self._own_gradients(states, made, douts, later):
+            gammas[index] = gamma
         dends = (
             scan_states(maps, gammas, self.text, self.rule.is_matrix, True)
             if self.plan.rounds
             else gammas
         )
-        of_ends = [
-            (end, dend.to(end.dtype))
-            for end, dend, number in zip(ends, dends, self.mine, strict=True)
-            if self.plan.is_taken(number)
-        ]
-        if later is not None and last in self.mine:
-            end = ends[self.mine.index(last)]
-            of_ends.append((end, later.to(end.dtype)))
-        results, gradients = (
-            [*outs, *(end for end, _ in of_ends)],
-            [*douts, *(dend for _, dend in of_ends)],
-        )
-        own = [begin] if begin is not None and 0 in self.mine else []
+        of_ends = self._gradients_of_ends(ends, dends, later)
+        results = [*outs, *(end for end, _ in of_ends)]
+        gradients = [*douts, *(dend for _, dend in of_ends)]
         found = torch.autograd.grad(
             results, [*leaves, *own], gradients, allow_unused=True
         )
         if entry is not None and begin is not None:
             entry.write_gradient(found[-1] if own else torch.zeros_like(begin))
         return found[: len(leaves)]
+
+    def _leaves_of(self, taken: Tensor, own: list[Tensor]) -> list[Tensor | None]:
+        """Return each local span's initial state, to differentiate by: another span's, the fold's own, or None."""
+        states = [
+            state.detach().requires_grad_() if self.plan.takes(number) else None
+            for state, number in zip(taken, self.mine, strict=True)
+        ]
+        for state in own:
+            states[self.mine.index(0)] = state.requires_grad_()
+        return states
+
+    def _own_gradients(
+        self,
+        states: list[Tensor | None],
+        made: list[tuple[Tensor, Tensor]],
+        douts: Sequence[Tensor],
+        later: Tensor | None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the gradient that a span's outputs, and the next fold, have by each state that another span gave."""
+        last = len(self.plan.places) - 1
+        for index, (number, state) in enumerate(zip(self.mine, states, strict=True)):
+            if state is None or not self.plan.takes(number):
+                continue
+            out, end = made[index]
+            results, gradients = [out], [douts[index]]
+            if later is not None and number == last:
+                results.append(end)
+                gradients.append(later.to(end.dtype))
+            [gradient] = torch.autograd.grad(
+                results, state, gradients, retain_graph=True
+            )
+            yield index, gradient
+
+    def _gradients_of_ends(
+        self, ends: list[Tensor], dends: Tensor, later: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return final states with their gradients, from the next span or the next fold."""
+        found = [
+            (end, dend.to(end.dtype))
+            for end, dend, number in zip(ends, dends, self.mine, strict=True)
+            if self.plan.is_taken(number)
+        ]
+        last = len(self.plan.places) - 1
+        if later is not None and last in self.mine:
+            end = ends[self.mine.index(last)]
+            found.append((end, later.to(end.dtype)))
+        return found
 
 
 class _Recurrence(torch.autograd.Function):
@@ -409,31 +433,53 @@ def convolution(
     if width and plan.loans(width):
         text = as_text(plan.layout, sequences.starts, sequences.group)
         x, halos = _Halo.apply(x, width, text, sequences.record)
+    inputs = _Inputs(plan, x, halos, before, width)
     convolved: list[Tensor] = []
     for rows, starts in plan.rows():
         outs: list[Tensor] = []
         for index, number in enumerate(mine):
             for piece in plan.pieces(number, starts):
-                parts = [x[rows, :, piece.start : piece.stop]]
-                reach = plan.reach_back(number, width, starts) if piece.continues else 0
-                if reach:
-                    assert halos is not None, "the span before lends it"
-                    # Near the first token, fewer inputs are lent, and those before it come from a cache.
-                    parts.insert(0, halos[index, rows, :, width - reach :])
-                if (
-                    before is not None
-                    and reach < width
-                    and plan.is_entered(number, piece, starts)
-                ):
-                    parts.insert(
-                        0, before[rows, :, before.shape[-1] - (width - reach) :]
-                    )
-                    reach = width
-                outs.append(
-                    function(_joined(parts, -1), weight, bias, **options)[..., reach:]
-                )
+                whole, reach = inputs.of(rows, starts, index, number, piece)
+                outs.append(function(whole, weight, bias, **options)[..., reach:])
         convolved.append(_joined(outs, -1))
     return _joined(convolved, 0)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of a convolution: local ones, those that spans lend (n, B, C, K - 1), and those before the first token."""
+
+    plan: Plan
+    x: Tensor
+    halos: Tensor | None
+    before: Tensor | None
+    width: int
+
+    def of(
+        self,
+        rows: slice,
+        starts: tuple[int, ...],
+        index: int,
+        number: int,
+        piece: LocalPiece,
+    ) -> tuple[Tensor, int]:
+        """Return a piece's inputs after those that it reaches back to, and the number of these."""
+        plan, width = self.plan, self.width
+        parts = [self.x[rows, :, piece.start : piece.stop]]
+        reach = plan.reach_back(number, width, starts) if piece.continues else 0
+        if reach:
+            assert self.halos is not None, "the span before lends it"
+            # Near the first token, fewer inputs are lent, and those before it come from a cache.
+            parts.insert(0, self.halos[index, rows, :, width - reach :])
+        if (
+            self.before is not None
+            and reach < width
+            and plan.is_entered(number, piece, starts)
+        ):
+            first = self.before.shape[-1] - (width - reach)
+            parts.insert(0, self.before[rows, :, first:])
+            reach = width
+        return _joined(parts, -1), reach
 
 
 def _last_inputs(

@@ -76,21 +76,32 @@ def share_prefixes(
         "segment_parents": torch.tensor(tree.parents),
     }
     if labels is not None:
-        targets = [torch.as_tensor(each).cpu().long() for each in labels]
-        batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
-        if [each.shape for each in targets] != [each.shape for each in whole]:
-            raise UnsupportedError(
-                "share_prefixes needs a label for each token of each row; use -100 for none"
-            )
-        for own, each in zip(found, targets, strict=True):
-            batch["labels"][0, own] = each
-        for number, (own, each) in enumerate(zip(found, targets, strict=True)):
-            if not torch.equal(batch["labels"][0, own], each):
-                raise UnsupportedError(
-                    f"row {number} has other labels than a row whose tokens it shares; give both the same, or raise "
-                    "min_shared_tokens"
-                )
+        batch["labels"] = _shared_labels(batch["input_ids"], whole, found, labels)
     return SharedPrefixes(batch, found)
+
+
+def _shared_labels(
+    tokens: Tensor,
+    whole: list[Tensor],
+    places: list[Tensor],
+    labels: Sequence[Sequence[int] | Tensor],
+) -> Tensor:
+    """Return the labels of shared tokens; UnsupportedError unless each row has its own, equal where tokens are."""
+    targets = [torch.as_tensor(each).cpu().long() for each in labels]
+    shared = torch.full_like(tokens, IGNORED)
+    if [each.shape for each in targets] != [each.shape for each in whole]:
+        raise UnsupportedError(
+            "share_prefixes needs a label for each token of each row; use -100 for none"
+        )
+    for own, each in zip(places, targets, strict=True):
+        shared[0, own] = each
+    for number, (own, each) in enumerate(zip(places, targets, strict=True)):
+        if not torch.equal(shared[0, own], each):
+            raise UnsupportedError(
+                f"row {number} has other labels than a row whose tokens it shares; give both the same, or raise "
+                "min_shared_tokens"
+            )
+    return shared
 
 
 def shard_segments(batch: Mapping[str, Any], how: Sharding) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -409,19 +409,8 @@ class Watchdog:
 
     def _judge(self, now: float) -> None:
         """Conclude that ranks are stalled or have left, if so; rank 0 judges all ranks, the others only rank 0."""
-        for rank, left in self._left.items():
-            quiet = [
-                p
-                for p in self._places.values()
-                if now - p.changed > self._leaving_seconds
-            ]
-            waiting = [p for p in quiet if math.isfinite(p.patience_seconds)]
-            if waiting:
-                how = f"ended {left.describe()}, which others wait for {waiting[0].describe()}"
-                self._conclude(
-                    f"rank {rank} {how}; make each call on every rank", EXIT_PEER_LOST
-                )
-                return
+        if self._judge_leaving(now):
+            return
         places = (
             self._places
             if self._rank == 0
@@ -443,20 +432,9 @@ class Watchdog:
         }
         if silent:
             missing, how = silent, "silent, stopped or cut off"
-            for place in silent.values():
-                # A stopped process does not end or free its GPU, and its launcher would wait for it.
-                if place.process is not None and place.process[0] == self._machine:
-                    with suppress(OSError):
-                        os.kill(place.process[1], signal.SIGKILL)
+            self._kill(silent.values())
         elif self._rank == 0:
-            # All ranks wait, and the one with the least progress is what they wait for.
-            first = min(place.count for place in places.values())
-            missing = {r: p for r, p in places.items() if p.count == first}
-            how = (
-                "furthest behind"
-                if len(missing) < len(places)
-                else "no rank is behind another"
-            )
+            missing, how = _furthest_behind(places)
         else:
             return
         shown = ", ".join(
@@ -466,6 +444,33 @@ class Watchdog:
         self._conclude(
             f"no progress for {seconds:.1f} s: {shown} ({how})", EXIT_STALLED
         )
+
+    def _judge_leaving(self, now: float) -> bool:
+        """Conclude that a rank has left the others, if one of them has waited too long; return whether it has."""
+        for rank, left in self._left.items():
+            waiting = [
+                p
+                for p in self._places.values()
+                if now - p.changed > self._leaving_seconds
+                and math.isfinite(p.patience_seconds)
+            ]
+            if waiting:
+                how = f"ended {left.describe()}, which others wait for {waiting[0].describe()}"
+                self._conclude(
+                    f"rank {rank} {how}; make each call on every rank", EXIT_PEER_LOST
+                )
+                return True
+        return False
+
+    def _kill(self, silent: Iterable[Place]) -> None:
+        """End silent processes of this machine.
+
+        A stopped process does not end or free its GPU, and its launcher would wait for it.
+        """
+        for place in silent:
+            if place.process is not None and place.process[0] == self._machine:
+                with suppress(OSError):
+                    os.kill(place.process[1], signal.SIGKILL)
 
     def _conclude(self, verdict: str, code: int) -> None:
         for link in self._links:
@@ -492,6 +497,15 @@ class Watchdog:
             print(line, file=sys.stderr, flush=True)
         self._end(code)
         self._closing.set()
+
+
+def _furthest_behind(places: dict[int, Place]) -> tuple[dict[int, Place], str]:
+    """Return the ranks with the least progress, which all others wait for, and how they are."""
+    first = min(place.count for place in places.values())
+    missing = {r: p for r, p in places.items() if p.count == first}
+    if len(missing) < len(places):
+        return missing, "furthest behind"
+    return missing, "no rank is behind another"
 
 
 def _machine() -> str:

@@ -152,17 +152,8 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
             whole = run(tokens)
         except Exception as error:
             return f"does not take hidden states alone ({type(error).__name__})"
-        wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
-        if (
-            not isinstance(whole, Tensor)
-            or whole.shape != wanted
-            or (gives is None and whole.dtype != tokens.dtype)
-        ):
-            return (
-                "does not give hidden states"
-                if gives is None
-                else f"does not give {gives} numbers per token"
-            )
+        if problem := _why_not_given(whole, tokens, gives):
+            return problem
         again = run(tokens)
         try:
             # A single token, and blocks of odd sizes: each token meets other tokens than in the whole run.
@@ -184,6 +175,16 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
     if not all(bool(difference.abs().max() <= bound) for difference in others):
         return "mixes tokens"
     return ""
+
+
+def _why_not_given(whole: Any, tokens: Tensor, gives: int | None) -> str:
+    """Return why a result is not hidden states like a module's tokens, or not ``gives`` numbers for each, or ""."""
+    wanted = tokens.shape if gives is None else (*tokens.shape[:2], gives)
+    is_given = isinstance(whole, Tensor) and whole.shape == wanted
+    if gives is not None:
+        return "" if is_given else f"does not give {gives} numbers per token"
+    is_given = is_given and whole.dtype == tokens.dtype
+    return "" if is_given else "does not give hidden states"
 
 
 @contextmanager
