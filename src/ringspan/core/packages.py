@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from ringspan.core.errors import ConfigError
 
@@ -23,14 +24,14 @@ def _loaded(
 ) -> list[object]:
     where = f"{point.group} of an installed package: {point.name} = {point.value}"
     try:
-        found = point.load()
+        found: Any = point.load()
     except Exception as error:
         raise ConfigError(
             f"{where} cannot be loaded ({type(error).__name__}: {error}); update or uninstall that package"
         ) from error
-    several = found if isinstance(found, list | tuple) else [found]
+    several: list[object] = [*found] if isinstance(found, list | tuple) else [found]
     if not all(is_one(each) for each in several):
         raise ConfigError(
             f"{where} is no {noun}, nor a list of them; update or uninstall that package"
         )
-    return [*several]
+    return several
