@@ -152,6 +152,49 @@ def violations(root: Path) -> list[str]:
     return found
 
 
+# The halls of torch, from the lowest up, and below them the files beside them. A mechanism that is young may change in
+# any release: it imports the base, and nothing but the list of all imports it.
+HALLS = ("runtime", "engine", "data", "model", "mechanisms", "generate")
+YOUNG = ("chosen_keys", "folds", "trees")
+
+
+def imported_in_torch() -> Iterator[tuple[str, int, str]]:
+    """(file below torch, line, imported name below torch) of every import of torch by itself."""
+    root = SOURCE / PACKAGE / "torch"
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(SOURCE)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for line, name in imports(tree, relative.parent.parts):
+            if name.startswith(f"{PACKAGE}.torch."):
+                below = name.removeprefix(f"{PACKAGE}.torch.")
+                yield path.relative_to(root).as_posix(), line, below
+
+
+def test_the_halls_of_torch_import_those_below():
+    floors = {name: floor for floor, name in enumerate(HALLS)}
+    found = [*imported_in_torch()]
+    assert len(found) > 1000
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file, line, name in found
+        if floors.get(name.split(".")[0], 99) > floors.get(file.split("/")[0], 99)
+        or (file.split("/")[0] in floors and name.split(".")[0] not in floors)
+    ]
+    assert wrong == []
+
+
+def test_the_base_imports_no_young_mechanism():
+    young = tuple(f"mechanisms.{name}." for name in YOUNG)
+    wrong = [
+        f"{file}:{line} imports {name}"
+        for file, line, name in imported_in_torch()
+        if name.startswith(young)
+        and file != "mechanisms/every.py"
+        and file.split("/")[:2] != name.split(".")[:2]
+    ]
+    assert wrong == []
+
+
 def write_tree(parent: Path, files: dict[str, str]) -> Path:
     root = parent / PACKAGE
     for name in (

@@ -32,6 +32,7 @@ from ringspan.torch.model.tied import settle_ties, tied_names, untie
 from ringspan.torch.model.weights.base import check_base
 from ringspan.torch.model.weights.files import WeightFiles, folder_of
 from ringspan.torch.model.weights.loading import read_whole, unread_model
+from ringspan.torch.runtime.dtypes import dtype_named
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
@@ -90,7 +91,7 @@ def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtyp
         raise ConfigError(
             f"{settings.folder}: its weights are {name}; choose --dtype float32 or bfloat16"
         )
-    return getattr(torch, name)
+    return dtype_named(name)
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -38,6 +38,7 @@ from ringspan.torch.model.view import view_of
 from ringspan.torch.model.weights.loading import auto_class
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.parts import check_options
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.shard_batch import shard_batch
@@ -137,7 +138,7 @@ def prepare(
     ``kept_tokenizer`` is the folder of a resumed run's tokenizer.
     """
     replicate, ring = config.resolve_mesh(dist.get_world_size())
-    device, dtype = local_device(), getattr(torch, config.model.dtype)
+    device, dtype = local_device(), dtype_named(config.model.dtype)
     model_config = load_model_config(config)
     mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
     text = text_config(model_config)
@@ -232,7 +233,7 @@ def _refuse_early(
     with torch.device("meta"):
         model = makes.from_config(
             copy.deepcopy(model_config),
-            dtype=getattr(torch, dtype),
+            dtype=dtype_named(dtype),
             trust_remote_code=config.model.trust_remote_code,
         )
         model = add_adapter(model, config.adapter, None)

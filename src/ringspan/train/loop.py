@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 import torch.distributed as dist
 
 from ringspan.checkpoints.checkpoint import Checkpoints
@@ -19,6 +18,7 @@ from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.model.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.model.memory.adamw import own_state
 from ringspan.torch.model.weights.writing import HEADROOM_BYTES
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Sequences
 from ringspan.train.guard import Guard, Verdict
@@ -269,7 +269,7 @@ class _Run:
         If that fails, make sure that a checkpoint holds the weights, and raise CheckpointError that says where.
         """
         dtype, merge = (
-            getattr(torch, self._config.model.dtype),
+            dtype_named(self._config.model.dtype),
             self._config.adapter.merge,
         )
         problem = save_model(
@@ -314,7 +314,7 @@ class _Run:
         checkpoint = sum(
             3 * weight.numel() * weight.element_size() for weight in weights
         )
-        dtype = getattr(torch, self._config.model.dtype)
+        dtype = dtype_named(self._config.model.dtype)
         is_adapter = is_peft(job.model) and not self._config.adapter.merge
         model = model_bytes(job.model, dtype, is_adapter=is_adapter) + HEADROOM_BYTES
         free = shutil.disk_usage(self._folder).free

@@ -38,6 +38,7 @@ from ringspan.torch.model.support import refuse_config
 from ringspan.torch.model.tensor_parallel.split import refuse_heads
 from ringspan.torch.model.weights.files import WeightFiles, folder_of
 from ringspan.torch.model.weights.loading import auto_class, first_of, unread_model
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.seen import VIDEO_REMEDY
@@ -275,7 +276,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model in model.parameter_dtype: new on the CPU, or from a folder, with weights read later."""
     dtype, made_by = (
-        getattr(torch, settings.parameter_dtype),
+        dtype_named(settings.parameter_dtype),
         auto_class(model_config, sees=sees),
     )
     if settings.init == "scratch":

@@ -79,10 +79,9 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
 
     The predicted step is the measured one plus waits for links, or the transfers themselves if these take longer.
     """
-    import torch
-
     from ringspan.measure.machine import describe_machine, measure_flops
     from ringspan.plan.cost.cost import model_flops
+    from ringspan.torch.runtime.dtypes import dtype_named
     from ringspan.torch.runtime.launch import local_device
 
     question, setting = answer.question, answer.setting
@@ -91,7 +90,7 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     flops = (
         question.batch * model_flops(question.shape, setting.length) / question.devices
     )
-    matmul_flops = measure_flops(local_device(), getattr(torch, setting.compute_dtype))
+    matmul_flops = measure_flops(local_device(), dtype_named(setting.compute_dtype))
     predicted = max(
         step_seconds + micro_steps * measured.exposed_seconds,
         (answer.cost.ring_bytes + answer.cost.shard_bytes) / measured.bandwidth,

@@ -38,6 +38,7 @@ from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.shard_batch import shard_batch
@@ -124,7 +125,7 @@ class _Both:
         """Draw (B, T, H, D) in memory, seen as (B, H, T, D): all, this rank's positions, and those without padding."""
         self.case, self.mask = case, Mask.parse(case.mask)
         self.layout = Layout(case.layout, case.length, case.ranks)
-        device, dtype = local_device(), getattr(torch, case.dtype)
+        device, dtype = local_device(), dtype_named(case.dtype)
         generator = torch.Generator().manual_seed(0)
         length = self.layout.padded_length
         *inputs, dout = (
@@ -275,7 +276,7 @@ def small_llama(case: StepCase) -> PreTrainedModel:
         use_cache=False,
     )
     model = AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, case.dtype), attn_implementation="sdpa"
+        config, dtype=dtype_named(case.dtype), attn_implementation="sdpa"
     )
     return model.to(local_device()).train()
 

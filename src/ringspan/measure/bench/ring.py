@@ -30,6 +30,7 @@ from ringspan.torch.engine.kernels.contract import BackwardInputs, Scores
 from ringspan.torch.engine.transport import clock
 from ringspan.torch.engine.transport.exchange import PendingReceive, TensorSpec
 from ringspan.torch.engine.transport.protocol import FakeTransport, MessageKey, Nobody
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.launch import local_device
 
 KINDS: Final = ("forward", "backward")
@@ -224,7 +225,7 @@ class PlayedRank:
         self.case, self.device, self.dtype = (
             case,
             local_device(),
-            getattr(torch, case.dtype),
+            dtype_named(case.dtype),
         )
         self.mask = Mask.parse(case.mask)
         self.layout = _layout(case)

@@ -54,6 +54,7 @@ from ringspan.torch.engine.attention.arguments import check_tensors
 from ringspan.torch.engine.attention.op import ring_attention
 from ringspan.torch.engine.kernels.contract import Scores
 from ringspan.torch.engine.transport.collectives import gather
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.launch import join, launch, local_device
 from ringspan.torch.runtime.mesh import make_mesh, set_timeout
 from ringspan.torch.runtime.requirements import pip_command, shown, supported
@@ -158,7 +159,7 @@ def examine_rank() -> dict[str, Any]:
 
 def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
     return [
-        {"what": what, "dtype": dtype, "flops": measure(device, getattr(torch, dtype))}
+        {"what": what, "dtype": dtype, "flops": measure(device, dtype_named(dtype))}
         for what, measure in (("matmul", measure_flops), ("attention", attention_flops))
         for dtype in _MEASURED_DTYPES
     ]

@@ -44,6 +44,7 @@ from ringspan.torch.engine.transport.protocol import (
 from ringspan.torch.model.memory.adamw import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import put_on_mesh
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.mesh import make_mesh
 from ringspan.torch.shard_batch import shard_batch
 
@@ -78,7 +79,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
         tracker,
     ):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, setting.parameter_dtype)
+            config, dtype=dtype_named(setting.parameter_dtype)
         ).train()
         # Host memory counts only on a CPU, which is its own host.
         on_host = _FarHostAdamW if setting.on_gpu else HostAdamW

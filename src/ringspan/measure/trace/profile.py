@@ -20,6 +20,7 @@ from ringspan.torch.engine.transport.clock import Moment, now, seconds, synchron
 from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.engine.transport.exchange import recorded
 from ringspan.torch.model.support import refuse_config
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.mesh import init_mesh
 
 PHASES: Final = ("forward", "loss", "backward", "optimizer")
@@ -204,7 +205,7 @@ def profile_rank(
     config = hugging_face_config(shape, setting.length)
     refuse_config(config)
     model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, setting.parameter_dtype)
+        config, dtype=dtype_named(setting.parameter_dtype)
     ).train()
     setting = replace(setting, on_gpu=device == "cuda")
     model, optimizer, batch = prepare(model, mesh, setting)

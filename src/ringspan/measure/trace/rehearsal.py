@@ -34,6 +34,7 @@ from ringspan.torch.engine.transport.protocol import (
     transport_registered,
 )
 from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.torch.runtime.launch import local_device
 
 _TIMED_STEPS: Final = 3
@@ -155,7 +156,7 @@ def rehearse(
         doing(f"rehearsing rank {rank}: building the model")
         with made_on or nullcontext():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, setting.parameter_dtype)
+                config, dtype=dtype_named(setting.parameter_dtype)
             ).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         # Track from the first step on, as FSDP allocates its buffers in it.

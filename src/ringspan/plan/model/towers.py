@@ -41,6 +41,7 @@ from ringspan.torch.data.media.kind import Kind, Modality
 from ringspan.torch.mechanisms.media.kinds import kinds
 from ringspan.torch.model.layers.decoder import inner_of, layers_of, towers_of
 from ringspan.torch.model.memory.checkpointing import checkpoint_all
+from ringspan.torch.runtime.dtypes import dtype_named
 
 
 def seeing_shape(
@@ -103,7 +104,7 @@ def _with_towers(
         (modality, media[modality.name])
         for modality in _shown(model, media, shape.name)
     ]
-    model.to(getattr(torch, dtype)).train()
+    model.to(dtype_named(dtype)).train()
     towers = [_tower(model, modality, units, shape.name) for modality, units in shown]
     return replace(
         shape,

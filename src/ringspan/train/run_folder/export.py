@@ -48,6 +48,7 @@ from ringspan.torch.model.weights.writing import (
     saved_names,
     write_weights,
 )
+from ringspan.torch.runtime.dtypes import dtype_named
 from ringspan.train.adapter import plan_merged, write_adapter
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.model import Tokenizer, load_model_config
@@ -214,7 +215,7 @@ def export_checkpoint(
         doing(f"checking file {number} of {len(manifest.files)}")
         verify(saved, manifest, name)
     model_config = load_model_config(config)
-    dtype = getattr(torch, config.model.dtype)
+    dtype = dtype_named(config.model.dtype)
     with torch.device("meta"):
         auto = auto_class(model_config, sees=config.data.messages is not None)
         plain: Any = auto.from_config(
@@ -337,7 +338,7 @@ class _Saved:
         self.name, self.shape, self.dtype = (
             name,
             entry.shape,
-            getattr(torch, entry.dtype),
+            dtype_named(entry.dtype),
         )
         self.place: tuple[int, int] = (place, 0)
         self._folder, self._entry = folder, entry

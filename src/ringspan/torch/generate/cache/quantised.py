@@ -12,6 +12,7 @@ from torch import Tensor
 from ringspan.core.errors import ConfigError
 from ringspan.core.names import CACHE_DTYPE_NAMES
 from ringspan.torch.generate.cache.rows import Rows
+from ringspan.torch.runtime.dtypes import dtype_named
 
 BLOCK: Final = 64
 _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
@@ -21,7 +22,7 @@ def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
     return (
         QuantisedRows(dtype)
         if dtype in _LARGEST
-        else Rows(None if dtype is None else getattr(torch, dtype))
+        else Rows(None if dtype is None else dtype_named(dtype))
     )
 
 

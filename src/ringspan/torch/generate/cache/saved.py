@@ -45,6 +45,7 @@ from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.memory.sharding import settle
 from ringspan.torch.model.weights.files import opened_files
+from ringspan.torch.runtime.dtypes import dtype_named
 
 MANIFEST: Final = "manifest.json"
 _PARTS: Final = "keys", "values", "index"
@@ -404,7 +405,7 @@ def _gathered(
         heads.stop - heads.start,
         num_tokens,
         size,
-        dtype=getattr(torch, dtype),
+        dtype=dtype_named(dtype),
     )
     found = 0
     for share in saved.shares:
