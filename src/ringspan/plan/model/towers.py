@@ -73,7 +73,7 @@ def seeing_shape(
 
 
 def _maker(kind: str, takes: Kind | None) -> Any:
-    """Return the class of transformers that builds a type of model with towers, or None for a type of text."""
+    """Return the class of transformers that builds a type of model with towers; None if it is a type of text."""
     if takes is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     of_sequences = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
