@@ -39,13 +39,13 @@ from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.files import opened_files
 from ringspan.torch.weights.loading import auto_class
+from ringspan.torch.weights.shards import saved_names
 from ringspan.torch.weights.writing import (
     MAX_SHARD_SIZE,
     WeightsPlan,
     missing_room,
     plan_files,
     plan_weights,
-    saved_names,
     write_weights,
 )
 from ringspan.train.adapter import plan_merged, write_adapter
@@ -90,7 +90,7 @@ def _save_whole(
     with as_trained(base):
         config = type(base.config).from_dict(base.config.to_dict())
     if merge:
-        plan = plan_merged(model, config, dtype, is_writer=is_writer)
+        plan = plan_merged(model, config, dtype)
     else:
         plan = plan_weights(
             model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype
