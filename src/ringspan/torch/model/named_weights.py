@@ -1,7 +1,9 @@
 """A sharded model's weights for another program: whole, one at a time, under the names of its checkpoint."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,12 @@ from ringspan.torch.model.adapters import base_of, is_peft, names_of_adapter
 from ringspan.torch.model.merged import has_wrapped, plain_config, plain_weights
 from ringspan.torch.weights.deferred import release, release_after, whole
 from ringspan.torch.weights.shards import Readers, as_stored, saved_names, shards_of
+from ringspan.torch.weights.writing import (
+    MAX_SHARD_SIZE,
+    WeightsPlan,
+    missing_room,
+    write_weights,
+)
 
 _CALL: Final = "handing over weights"
 # Ranks meet after so many bytes, so that none runs ahead of one that waits for another program.
@@ -66,6 +74,30 @@ class NamedWeights:
                     raise
                 del tensor
             self._meet()
+
+    def write(self, folder: Path | None) -> None:
+        """Write the tensors into a folder as safetensors files with their index and the config; every rank calls it.
+
+        The first rank gives the folder. Raises OSError there if the disk is full, and PeerMismatch on the others.
+        """
+        self._begin()
+        mesh, plan = self._readers.mesh, WeightsPlan(self._tensors, MAX_SHARD_SIZE)
+
+        def vote(what: str, error: Exception | None) -> None:
+            check_call(mesh, Call(what, error=error))
+
+        with in_call(_CALL):
+            with meeting(mesh, _CALL):
+                if folder is not None:
+                    if problem := missing_room(folder, plan.num_bytes):
+                        raise OSError(errno.ENOSPC, problem)
+                    plain_config(self._base).save_pretrained(folder)
+            write_weights(plan, folder, vote)
+            with meeting(mesh, _CALL):
+                if folder is not None:
+                    plan.write_index(
+                        folder, sum(x.numel() for x in self._tensors.values())
+                    )
 
     def _begin(self) -> None:
         for tensor in self._tensors.values():
