@@ -421,6 +421,7 @@ TAKES_MODULES = {
     # These read only, what is loaded already or not at all.
     "hf/seams.py": "looks for names that a release no longer has",
     "torch/model/adapters.py": "PEFT",
+    "torch/model/merged.py": "PEFT, and the module of a model's class",
     "torch/runtime/forks.py": "torch",
 }
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.mechanisms.trees.batch import share_prefixes
     from ringspan.torch.model.memory.adamw import HostAdamW
+    from ringspan.torch.model.named_weights import named_weights
     from ringspan.torch.model.tasks.causal_lm import token_logprobs
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
     from ringspan.torch.parallelize import parallelize
@@ -74,6 +75,7 @@ _NAMES = {
     "torch.from_pretrained": ("from_pretrained",),
     "torch.model.memory.adamw": ("HostAdamW",),
     "torch.mechanisms.trees.batch": ("share_prefixes",),
+    "torch.model.named_weights": ("named_weights",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
     "torch.model.tasks.causal_lm": ("token_logprobs",),
     "torch.parallelize": ("parallelize",),
@@ -100,7 +102,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ConfigError", "CustomLayout", "HostAdamW", "Layout", "LayoutError", "Mask", "MaskError", "PeerMismatch",
     "RingspanError", "Span", "UnsupportedError", "balanced", "blockwise_cross_entropy", "causal", "chunked",
-    "documents", "frames", "from_pretrained", "full", "global_sum", "init_mesh", "loader", "map_mesh", "parallelize",
-    "prefix_lm", "ring_attention", "sampler", "shard", "shard_batch", "shard_features", "share_prefixes",
+    "documents", "frames", "from_pretrained", "full", "global_sum", "init_mesh", "loader", "map_mesh", "named_weights",
+    "parallelize", "prefix_lm", "ring_attention", "sampler", "shard", "shard_batch", "shard_features", "share_prefixes",
     "sliding_window", "token_logprobs", "tree", "unshard",
 ]  # fmt: skip

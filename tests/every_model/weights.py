@@ -93,6 +93,8 @@ def there_and_back(
         alone.save_pretrained(scratch, max_shard_size=SMALL_FILES)
         if mesh.get_rank() == 0:  # transformers does not write on others
             wrong["saved"] = differences(stored(Path(target)), stored(Path(scratch)))
+    handed = dict(rs.named_weights(model, everywhere=True))
+    wrong["handed over"] = differences(handed, stored(Path(target)))
     again: Any = AutoModelForCausalLM.from_pretrained(target)
     wrong["opened"] = differences(whole_model(again), whole_model(alone))
     return {what: names for what, names in wrong.items() if names}

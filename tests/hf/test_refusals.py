@@ -126,11 +126,6 @@ OF_TRL: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         GRPO,
-        {"use_vllm": True},
-        "use_vllm=True is not supported on a ring; leave it out: the model on the ring",
-    ),
-    (
-        GRPO,
         {"use_transformers_continuous_batching": True},
         "use_transformers_continuous_batching=True is not",
     ),

@@ -28,9 +28,13 @@ class RingConfig(StepConfig):
         shared_prefix: compute the shared beginnings of a batch's rows once, such as the prompt of a group of answers,
             or of a chosen and a rejected one; losses, metrics and weights stay the same.
         min_shared_tokens: the shortest beginning that rows share.
+        vllm_weights_folder: where weights are left for a vLLM server that NCCL does not reach: shared memory on its
+            host, or a shared disk.
+        vllm_adapter_only: hand only the adapter to the vLLM server, by that folder.
 
     Raises:
-        ConfigError: an unknown ``balance``; when a trainer is made, sizes that do not give the number of ranks.
+        ConfigError: an unknown ``balance``; ``vllm_adapter_only`` without a folder; when a trainer is made, sizes that
+            do not give the number of ranks.
     """
 
     ring: int | None = None
@@ -40,6 +44,8 @@ class RingConfig(StepConfig):
     balance: BalanceName = "none"
     shared_prefix: bool = False
     min_shared_tokens: int = 64
+    vllm_weights_folder: str | None = None
+    vllm_adapter_only: bool = False
 
     def __post_init__(self) -> None:
         if self.balance not in get_args(BalanceName):
@@ -47,6 +53,10 @@ class RingConfig(StepConfig):
                 f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}"
             )
         check_whole("min_shared_tokens", self.min_shared_tokens)
+        if self.vllm_adapter_only and self.vllm_weights_folder is None:
+            raise ConfigError(
+                "vllm_adapter_only=True needs a folder for the adapter; set vllm_weights_folder"
+            )
         if isinstance(self.compute_dtype, torch.dtype):  # as ``parallelize`` takes it
             object.__setattr__(
                 self, "compute_dtype", str(self.compute_dtype).removeprefix("torch.")

@@ -30,6 +30,17 @@ def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 
 
+def refuse_vllm(args: TrainingArguments, ring: RingConfig) -> None:
+    """Raise ConfigError where vLLM's options do not fit each other, on all ranks."""
+    uses = getattr(args, "use_vllm", False)
+    mode = getattr(args, "vllm_mode", None)
+    if ring.vllm_weights_folder is not None and not (uses and mode == "server"):
+        raise ConfigError(
+            f"vllm_weights_folder={ring.vllm_weights_folder!r} is for use_vllm=True with vllm_mode='server'; leave it "
+            "out, or set these"
+        )
+
+
 def _unsupported(
     args: TrainingArguments, ring: RingConfig
 ) -> Iterator[tuple[str, str]]:

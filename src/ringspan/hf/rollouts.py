@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import set_seed
 
 from ringspan.core.errors import ConfigError, PeerMismatch
+from ringspan.hf.config import RingConfig
 from ringspan.torch.engine.transport.collectives import T, gather, gather_over
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import text_groups
 
 Failure = tuple[Callable[..., Any], Exception]  # a function, and what it raised
 
+_GENERATION: Final = "VLLMGeneration"
 _log: Final = logging.getLogger(__name__)
 
 
@@ -162,6 +164,40 @@ def of_first(thing: T, mesh: DeviceMesh) -> T:
 
 
 @contextmanager
+def generation_of_rings(kind: type, ring: RingConfig) -> Iterator[None]:
+    """Put our generation by vLLM under the name by which TRL's trainers make theirs."""
+    names = {each.__module__ for each in kind.__mro__}
+    if not any(hasattr(sys.modules[name], _GENERATION) for name in names):
+        yield
+        return
+    # Imported here, since TRL may be missing.
+    from ringspan.hf.vllm import RingVLLMGeneration, VLLMGeneration
+
+    ours = functools.partial(RingVLLMGeneration, ring=ring)
+    with _named(kind, {_GENERATION: VLLMGeneration}, {_GENERATION: ours}):
+        yield
+
+
+@contextmanager
+def _named(kind: type, theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[None]:
+    """Put functions of ours under the names that the modules of a trainer's classes call."""
+    modules = {each.__module__ for each in kind.__mro__}
+    found = [
+        (vars(sys.modules[module]), name)
+        for module in modules
+        for name in ours
+        if vars(sys.modules[module]).get(name) is theirs[name]
+    ]
+    for space, name in found:
+        space[name] = ours[name]
+    try:
+        yield
+    finally:
+        for space, name in found:
+            space[name] = theirs[name]
+
+
+@contextmanager
 def rollout_of_replica(trainer: Any) -> Iterator[None]:
     """Put our gathers under accelerate's names that TRL calls, and keep random numbers equal in a ring."""
     accelerator, mesh = trainer.accelerator, trainer.ring_mesh
@@ -176,25 +212,10 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
         ]
 
     ours = {"gather": tensors, "gather_object": objects}
-    spaces = [
-        vars(sys.modules[name])
-        for name in {kind.__module__ for kind in type(trainer).__mro__}
-    ]
-    found = [
-        (space, name)
-        for space in spaces
-        for name in ours
-        if space.get(name) is getattr(utils, name)
-    ]
-    for space, name in found:
-        space[name] = ours[name]
     # Failures of a rollout that another error has ended.
     trainer.ring_failures.clear()
-    try:
+    with _named(type(trainer), {name: getattr(utils, name) for name in ours}, ours):
         yield
-    finally:
-        for space, name in found:
-            space[name] = getattr(utils, name)
     if any(map(is_async, trainer.reward_funcs)):
         raise_on_all(trainer.ring_failures, mesh)
     take_first_ranks_numbers(text_groups(mesh), accelerator.device)

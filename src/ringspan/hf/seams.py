@@ -164,8 +164,9 @@ def check_seams() -> None:
 def _find(place: str) -> Any:
     module, _, name = place.partition(":")
     top = module.partition(".")[0]
-    # TRL imports its trainers on first use.
-    needed = module if module.endswith("_trainer") else top
+    # TRL imports its trainers on first use, and with them what generates.
+    is_late = module.endswith("_trainer") or ".generation." in module
+    needed = module if is_late else top
     return (
         getattr(import_module(module), name, _GONE) if needed in sys.modules else None
     )

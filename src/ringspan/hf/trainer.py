@@ -33,9 +33,14 @@ from ringspan.hf.refusals import (
     refuse_arguments,
     refuse_callback,
     refuse_optimizer,
+    refuse_vllm,
 )
 from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
-from ringspan.hf.rollouts import count_generations, share_rollouts
+from ringspan.hf.rollouts import (
+    count_generations,
+    generation_of_rings,
+    share_rollouts,
+)
 from ringspan.hf.seams import (
     OwnParts,
     TrainerSeams,
@@ -154,7 +159,8 @@ class RingTrainerMixin(TrainerSeams):
     ) -> None:
         self.ring = RingConfig() if ring is None else ring
         check_seams()
-        super().__init__(*args, **kwargs)
+        with generation_of_rings(type(self), self.ring):
+            super().__init__(*args, **kwargs)
         refuse_optimizer(self.optimizer, self.model)
         for callback in self.callback_handler.callbacks:
             refuse_callback(callback)
@@ -184,6 +190,7 @@ class RingTrainerMixin(TrainerSeams):
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that counts rings, and put the model on the mesh before anything inspects it."""
         refuse_arguments(self.args, self.ring)
+        refuse_vllm(self.args, self.ring)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
         self.ring_mesh = self.ring.make_mesh()

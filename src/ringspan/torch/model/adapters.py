@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Never, TypeGuard
 
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.engine.transport.collectives import gather_over
 from ringspan.torch.model.config_changes import deciding_fields
+from ringspan.torch.model.consistency.calls import meeting
 from ringspan.torch.model.layers.modules import forward_of, mix_in, refusing
 from ringspan.torch.model.memory.sharding import settle
 from ringspan.torch.model.saving import voted, whole_weights
@@ -22,6 +24,9 @@ from ringspan.torch.model.weights.base import note_base
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+_BASE_PREFIX: Final = "base_model.model."  # PEFT puts it before a model's names
 
 
 @contextmanager
@@ -164,6 +169,23 @@ def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return whole_weights(
         model, lambda sharded: _names_that_peft_saves(model, sharded, given)
     )
+
+
+def names_of_adapter(
+    model: Any, adapter: str, tensors: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return, by its name in PEFT's file of an adapter, the name of each tensor in the wrapped model; collective."""
+    base: Any = base_of(model)
+    mesh, names = base.ring_mesh, dict[str, str]()
+    # The first rank chooses, since PEFT may ask the Hub whether the vocabulary has grown.
+    with meeting(mesh, "choosing what to hand over"):
+        if dist.get_rank() == int(mesh.mesh.min()):
+            select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
+            state = {_BASE_PREFIX + name: tensor for name, tensor in tensors.items()}
+            own = {id(tensor): name for name, tensor in tensors.items()}
+            chosen = select(model, state_dict=state, adapter_name=adapter)
+            names = {name: own[id(tensor)] for name, tensor in chosen.items()}
+    return gather_over(mesh, names)[0]
 
 
 def _names_that_peft_saves(

@@ -2,7 +2,7 @@
 
 The base knows texts and documents, attention and feed-forwards. Keys that an index chooses, layers with a state, images
 and sound, folds and trees are mechanisms. ``ringspan.torch.mechanisms.every`` lists them; ``parallelize`` keeps the
-list with the model, and ``shard_batch``, a pass and generation go through it, so that none of them names one.
+list with the model, and ``shard_batch``, a pass and generation go through it and name no mechanism.
 ``ringspan.core.mechanisms`` says which do not go together.
 """
 

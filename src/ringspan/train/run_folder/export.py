@@ -39,13 +39,13 @@ from ringspan.torch.model.saving import voted
 from ringspan.torch.model.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.model.weights.files import opened_files
 from ringspan.torch.model.weights.loading import auto_class
+from ringspan.torch.model.weights.shards import saved_names
 from ringspan.torch.model.weights.writing import (
     MAX_SHARD_SIZE,
     WeightsPlan,
     missing_room,
     plan_files,
     plan_weights,
-    saved_names,
     write_weights,
 )
 from ringspan.torch.runtime.dtypes import dtype_named
@@ -91,7 +91,7 @@ def _save_whole(
     with as_trained(base):
         config = type(base.config).from_dict(base.config.to_dict())
     if merge:
-        plan = plan_merged(model, config, dtype, is_writer=is_writer)
+        plan = plan_merged(model, config, dtype)
     else:
         plan = plan_weights(
             model, model.ring_mesh, max_shard_size=MAX_SHARD_SIZE, dtype=dtype

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import ringspan as rs
-from ringspan.torch.model.weights import files, writing
+from ringspan.torch.model.weights import files, shards
 from tests.cases import long
 from tests.every_model.tiny import tiny_model
 from tests.every_model.weights import SMALL_FILES, differences, stored, written
@@ -33,7 +33,7 @@ def load_and_save(what: str, victim: int, folder: Path) -> None:
         die_after(files._Stored, 30)  # some of which are for trials
     model = rs.from_pretrained(folder / "given", mesh)
     if what == "save":
-        die_after(writing._Shards, 9)
+        die_after(shards.Shards, 9)
     model.save_pretrained(folder / "saved", max_shard_size=SMALL_FILES)
 
 

@@ -1,9 +1,9 @@
 """Deferred tensors: operations on them (transformers' renames, merges, casts) run later, for this rank's part."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class Source(Protocol):
     def read(self, region: Region) -> Tensor:
         """Read a part, as a read-only tensor."""
         ...
+
+
+@runtime_checkable
+class KeptSource(Source, Protocol):
+    """A source that keeps what it has computed, until it is released after the last tensor that needs it."""
+
+    def release(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,26 @@ def sources_of(tensor: Tensor) -> list[Source]:
         else:
             found.setdefault(id(each.origin), each.origin)
     return list(found.values())
+
+
+def release_after(tensors: Mapping[str, Tensor]) -> dict[str, list[KeptSource]]:
+    """Return, by the name of a tensor, the kept sources that no later tensor of this order reads."""
+    last: dict[int, tuple[str, KeptSource]] = {}
+    for name, tensor in tensors.items():
+        for source in sources_of(tensor):
+            if isinstance(source, KeptSource):
+                last[id(source)] = (name, source)
+    found: dict[str, list[KeptSource]] = {}
+    for name, source in last.values():
+        found.setdefault(name, []).append(source)
+    return found
+
+
+def release(tensor: Tensor) -> None:
+    """Release the sources of a tensor that keep what they have computed."""
+    for source in sources_of(tensor):
+        if isinstance(source, KeptSource):
+            source.release()
 
 
 def region_of(shape: Sequence[int]) -> Region:

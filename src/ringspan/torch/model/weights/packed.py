@@ -42,6 +42,7 @@ class _Flattened:
 
     def __init__(self, tensor: Any) -> None:
         self._kind, self.constants = type(tensor), dict[str, Tensor]()
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self._names, self._facts = tensor.__tensor_flatten__()
 
     def parts(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -57,7 +58,7 @@ class FourBits:
     def __init__(self, kind: Any, state: Any, storage: torch.dtype) -> None:
         self._kind, self._state = kind, type(state)
         self._facts = {"blocksize": state.blocksize, "quant_type": state.quant_type}
-        self._shape, self._dtype, self._storage = state.shape, state.dtype, storage
+        self.shape, self.dtype, self._storage = state.shape, state.dtype, storage
         self.constants = {"code": state.code}
         self._nested: dict[str, Any] = {}
         if state.nested:
@@ -91,8 +92,8 @@ class FourBits:
             nested = {"offset": parts["offset"].squeeze(), "state2": inner}
         about = {
             "code": parts["code"],
-            "shape": self._shape,
-            "dtype": self._dtype,
+            "shape": self.shape,
+            "dtype": self.dtype,
             **self._facts,
         }
         return self._kind(
@@ -204,6 +205,7 @@ class _Packed(nn.Module):
         super().__init__()
         self._packing, self._names = packing, [*parts]
         self._dtypes = [part.dtype for part in parts.values()]
+        self._shape = tuple(next(iter(parts.values())).shape)
         self._given = [
             part
             if part.is_floating_point() or _TAKES_INTEGERS
@@ -217,6 +219,13 @@ class _Packed(nn.Module):
         given, self._given = self._given, []
         return given
 
+    def unpacked(self, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and dtype of the plain weight; ``dtype`` where the packing has none of its own."""
+        packing: Any = self._packing
+        if isinstance(packing, EightBits):
+            return self._shape, dtype
+        return tuple(packing.shape), packing.dtype
+
     # Before weights are read, an empty tensor of the same kind is returned.
     def forward(self, *parts: Tensor) -> Any:
         if isinstance(parts[0], Deferred):
@@ -229,6 +238,29 @@ class _Packed(nn.Module):
         return self._packing.rebuild(
             dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers())
         )
+
+
+class Unpacking:
+    """A weight of a module that is split into packed parts: its shape and dtype as plain numbers, and these."""
+
+    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype) -> None:
+        """Take a module's split weight; ``dtype`` is its plain dtype if the packing does not tell it."""
+        parts: Any = module.get_submodule(f"parametrizations.{name}")
+        self._packed: _Packed = parts[0]
+        self.shape, self.dtype = self._packed.unpacked(dtype)
+
+    def __call__(self, parts: list[Tensor]) -> Tensor:
+        """Return the plain weight of whole parts."""
+        tensor: Any = self._packed(*parts)
+        if hasattr(tensor, "quant_state"):
+            from bitsandbytes.functional import dequantize_4bit
+
+            return dequantize_4bit(tensor.data, tensor.quant_state)
+        if hasattr(tensor, "SCB"):
+            from bitsandbytes.functional import int8_vectorwise_dequant
+
+            return int8_vectorwise_dequant(tensor.data, tensor.SCB).to(self.dtype)
+        return tensor.dequantize().to(self.dtype)
 
 
 def pack_unread(model: Any, config: Any) -> None:

@@ -11,31 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.weights import INDEX, WEIGHTS
-from ringspan.torch.engine.transport.collectives import gather_over
-from ringspan.torch.model.weights.deferred import (
-    Deferred,
-    Region,
-    deferred,
-    held_regions,
-    is_first_copy,
-    overlap,
-    part,
-    pieces,
-    region_of,
-    shape_of,
-)
+from ringspan.torch.model.weights.deferred import Deferred, part, pieces, release_after
 from ringspan.torch.model.weights.files import DTYPES
+from ringspan.torch.model.weights.shards import Readers, as_stored, shards_of
 
 MAX_SHARD_SIZE: Final = "5GB"
 _PIECE_BYTES: Final = 1 << 26
@@ -76,6 +62,8 @@ class WeightsPlan:
         self._replaced = re.compile(
             rf"{own}(-\d{{5}}-of-\d{{5}})?\.safetensors|{re.escape(self._index)}"
         )
+        order = [name for file in self.files for name in self._in(file)]
+        self._release_after = release_after({name: tensors[name] for name in order})
         self.num_bytes = sum(map(_num_bytes, tensors.values()))
 
     @property
@@ -91,22 +79,27 @@ class WeightsPlan:
 
     def write(self, name: str, folder: Path | None) -> None:
         """Write a file (None: only make its tensors); an OSError comes after all have been made."""
-        # The widest dtypes come first, so that all tensors are aligned, as in files of safetensors itself.
-        names = sorted(
-            self._split.filename_to_tensors[name],
-            key=lambda each: -self._tensors[each].dtype.itemsize,
-        )
-        chosen = {each: self._tensors[each] for each in names}
+        chosen = {each: self._tensors[each] for each in self._in(name)}
         sink = _Sink(None if folder is None else folder / name)
         try:
             sink.put(_header(chosen))
-            for tensor in chosen.values():
+            for each, tensor in chosen.items():
                 for region in pieces(tensor, _PIECE_BYTES):
                     sink.put(part(tensor, region))
+                for source in self._release_after.get(each, ()):
+                    source.release()
         finally:
             sink.close()
         if sink.problem is not None:
             raise sink.problem
+
+    def _in(self, file: str) -> list[str]:
+        """Return a file's tensors in their order there."""
+        # The widest dtypes come first, so that all tensors are aligned, as in files of safetensors itself.
+        return sorted(
+            self._split.filename_to_tensors[file],
+            key=lambda name: -self._tensors[name].dtype.itemsize,
+        )
 
     def write_index(self, folder: Path, num_parameters: int) -> None:
         if len(self.files) > 1:
@@ -234,69 +227,10 @@ def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
     sync_folder(folder)
 
 
-class _Shards:
-    """A tensor split over ranks; all read together, and only the writer gets numbers."""
-
-    def __init__(self, name: str, tensor: Tensor, place: int, writer: int) -> None:
-        self.name, self.shape, self.dtype, self.place = (
-            name,
-            tuple(tensor.shape),
-            tensor.dtype,
-            (place, 0),
-        )
-        self._local = (
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        ).detach()
-        self.mine = _held_by_me(tensor, writer)
-        self.everyone: list[tuple[int, Region]] = []
-        self.writer = writer
-
-    def read(self, region: Region) -> Tensor:
-        """Return a part of the tensor on the writing rank, and an empty meta tensor on others; collective.
-
-        Holders send their overlaps to the writer one after the other.
-        """
-        rank, device = dist.get_rank(), self._local.device
-        is_writer = rank == self.writer
-        result = torch.empty(
-            shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta"
-        )
-        for holder, held in self.everyone:
-            if (meeting := overlap(region, held)) is None:
-                continue
-            here, there = meeting
-            if holder == rank:
-                piece = self._local[there]
-                if is_writer:
-                    result[here] = piece.cpu()
-                else:
-                    dist.send(piece.contiguous(), self.writer)
-            elif is_writer:
-                piece = torch.empty(shape_of(here), dtype=self.dtype, device=device)
-                dist.recv(piece, holder)
-                result[here] = piece.cpu()
-        return result
-
-
 def plan_weights(
     model: PreTrainedModel, mesh: DeviceMesh, **options: Any
 ) -> WeightsPlan:
-    return plan_files(model, shards_of(model, mesh), **options)
-
-
-def shards_of(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, Deferred]:
-    """Return the saved tensors, for collective reading. All ranks call it."""
-    names = saved_names(model)
-    everything = _tensors(model)
-    writer = int(mesh.mesh.min())
-    shards = [
-        _Shards(name, everything[name], place, writer)
-        for place, name in enumerate(names)
-    ]
-    told = gather_over(mesh, [each.mine for each in shards])
-    for index, each in enumerate(shards):
-        each.everyone = [rank[index] for rank in told if rank[index] is not None]
-    return {each.name: deferred(each) for each in shards}
+    return plan_files(model, shards_of(model, Readers(mesh)), **options)
 
 
 def plan_files(
@@ -304,17 +238,7 @@ def plan_files(
     dtype: torch.dtype | None = None, save_original_format: bool = True,
 ) -> WeightsPlan:  # fmt: skip
     """Plan the files of transformers' ``save_pretrained`` for deferred tensors, cast to ``dtype`` if given."""
-    if dtype is not None:
-        parameters = {
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        }
-        tensors = {
-            name: each.to(dtype) if name in parameters else each
-            for name, each in tensors.items()
-        }
-    made: Any = (
-        revert_weight_conversion(model, tensors) if save_original_format else tensors
-    )
+    made = as_stored(model, tensors, dtype, original=save_original_format)
     return WeightsPlan(made, max_shard_size, variant)
 
 
@@ -327,41 +251,3 @@ def write_weights(plan: WeightsPlan, folder: Path | None, vote: Vote) -> None:
         except OSError as error:
             problem = error
         vote(f"writing {name}", problem)
-
-
-def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return saved parameters and persistent buffers with all their names, tied ones under their original."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    names: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model).items():
-        names.setdefault(id(tensor), []).append(name)
-    chosen = {
-        next((name for name in each if name not in tied), each[0]): each
-        for each in names.values()
-    }
-    return {name: each for name, each in chosen.items() if name not in ignored}
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        passing = module._non_persistent_buffers_set
-        own = module._parameters | {
-            name: x for name, x in module._buffers.items() if name not in passing
-        }
-        found |= {
-            f"{path}.{name}" if path else name: x
-            for name, x in own.items()
-            if x is not None
-        }
-    return found
-
-
-def _held_by_me(tensor: Tensor, writer: int) -> tuple[int, Region] | None:
-    rank = dist.get_rank()
-    if not isinstance(tensor, DTensor):
-        return (rank, region_of(tensor.shape)) if rank == writer else None
-    if not is_first_copy(tensor):
-        return None
-    return next(((rank, region) for region in held_regions(tensor)), None)

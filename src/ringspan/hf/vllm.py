@@ -1,0 +1,250 @@
+"""TRL's generation by vLLM for a model that is split over rings: in a server, or on the model's own ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ringspan.core.errors import ConfigError
+from ringspan.hf.config import RingConfig
+from ringspan.hf.vllm_client import RingVLLMClient, answering, folder_in
+from ringspan.torch.engine.transport.collectives import gather, gather_over
+from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.consistency.calls import meeting
+from ringspan.torch.model.consistency.loop_watch import in_call
+from ringspan.torch.model.named_weights import NamedWeights, named_weights
+
+_SENDING: Final = "handing weights to vLLM"
+_ASKING: Final = "completions of vLLM"
+
+
+class RingVLLMGeneration(VLLMGeneration):
+    """TRL's generation by vLLM whose processes are rings: weights come from shards, and each replica asks once."""
+
+    def __init__(self, *args: Any, ring: RingConfig, **kwargs: Any) -> None:
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        base: Any = base_of(model)
+        self.ring, self.ring_mesh = ring, base.ring_mesh
+        self._weights: NamedWeights | None = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that speaks to the server."""
+        return dist.get_rank() == int(self.ring_mesh.mesh.min())
+
+    def sync_weights(self) -> None:
+        """Hand the model's weights over; every rank calls it, and an error of one raises on all."""
+        if self.mode == "colocate":
+            self._reload()
+        elif self.ring.vllm_adapter_only:
+            self._leave_adapter()
+        elif self.ring.vllm_weights_folder is not None:
+            self._leave_weights()
+        else:
+            self._send_weights()
+
+    def generate(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
+        """Return completions of this replica's prompts; every rank calls it, with the prompts of its ring."""
+        ask = self._ask_server if self.mode == "server" else self._ask_engine
+        return ask(prompts, images, num_generations, profiler)
+
+    # A server
+
+    def _weights_of(self, **options: Any) -> NamedWeights:
+        # One object serves all updates; PEFT takes a second to plan.
+        if self._weights is None:
+            weights = named_weights(self.model, **options)
+            base: Any = base_of(self.model)
+            shared = set(getattr(base, "all_tied_weights_keys", None) or ())
+            if parted := sorted(shared & {each.name for each in weights.metadata()}):
+                raise ConfigError(
+                    f"the adapter gives {parted[0]} a weight of its own, which vLLM takes from the embedding; leave "
+                    "head and embedding out of target_modules"
+                )
+            self._weights = weights
+        return self._weights
+
+    def _send_weights(self) -> None:
+        weights = self._weights_of()
+        tensors = iter(weights)
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                self.vllm_client.send(weights.metadata(), tensors)
+            except Exception as raised:  # whatever it is, the others send on
+                error = raised
+        for _ in tensors:
+            pass
+        self._agree(error)
+
+    def _leave_weights(self) -> None:
+        weights = self._weights_of()
+        with ExitStack() as stack:
+            folder = self._folder(stack)
+            weights.write(folder)
+            told = weights.metadata()
+            self._take(folder, lambda path: self.vllm_client.load(path, told))
+
+    def _leave_adapter(self) -> None:
+        told = self._weights_of(only="adapter").metadata()
+        with ExitStack() as stack:
+            folder = self._folder(stack)
+            self.model.save_pretrained(str(folder or "."))
+            self._take(folder, lambda path: self.vllm_client.load_adapter(path, told))
+
+    def _folder(self, stack: ExitStack) -> Path | None:
+        """Return a new folder on the first rank, which goes with ``stack``."""
+        with meeting(self.ring_mesh, _SENDING):
+            if self.is_first:
+                return stack.enter_context(
+                    folder_in(str(self.ring.vllm_weights_folder))
+                )
+        return None
+
+    def _take(self, folder: Path | None, load: Callable[[Path], None]) -> None:
+        with in_call(_SENDING), meeting(self.ring_mesh, _SENDING):
+            if folder is not None:
+                load(folder)
+
+    def _agree(self, error: Exception | None) -> None:
+        with in_call(_SENDING), meeting(self.ring_mesh, _SENDING):
+            if error is not None:
+                raise error
+
+    def _ask_server(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any
+    ) -> tuple[Any, ...]:
+        """Ask once for all replicas' prompts, on the first rank."""
+        with in_call(_ASKING):
+            asked = gather((prompts, images), self.ring_mesh.get_group("replicate"))
+            result: Any = None
+            with meeting(self.ring_mesh, _ASKING):
+                if self.is_first:
+                    result = self._ask_for(asked, num_generations, profiler)
+            result = gather_over(self.ring_mesh, result)[0]
+        place = self.ring_mesh.get_local_rank("replicate")
+        start = sum(len(one) for one, _ in asked[:place])
+        mine = slice(start, start + len(prompts))
+        return tuple(None if column is None else column[mine] for column in result)
+
+    def _ask_for(
+        self, asked: list[Any], num_generations: int, profiler: Any
+    ) -> tuple[Any, ...]:
+        prompts = [prompt for one, _ in asked for prompt in one]
+        images = [image for one, found in asked for image in found or [None] * len(one)]
+        with self._as_one_process(), answering(self.vllm_client.base_url):
+            return super().generate(prompts, images, num_generations, profiler)
+
+    @contextmanager
+    def _as_one_process(self) -> Iterator[None]:
+        """Let TRL's code run on this rank alone, with all prompts: its gathers and broadcasts return what they get."""
+        space: Any = vars(vllm_generation)
+        ours = {
+            "gather_object": lambda things: things,
+            "broadcast_object_list": lambda things, **_: things,
+        }
+        theirs = {name: space[name] for name in ours}
+        several, self.accelerator = (
+            self.accelerator,
+            SimpleNamespace(is_main_process=True, process_index=0, num_processes=1),
+        )
+        space.update(ours)
+        try:
+            yield
+        finally:
+            space.update(theirs)
+            self.accelerator = several
+
+    # An engine on the ranks of a ring
+
+    def _reload(self) -> None:
+        weights = self._weights_of(everywhere=True)
+        if self.enable_sleep_mode:
+            vllm_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        # Layer by layer: load_weights() of the model is wrong where kernels keep weights of their own (CPUs, fp8).
+        self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(weights)}
+        )
+        self.llm.reset_prefix_cache()
+
+    def _ask_engine(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any
+    ) -> tuple[Any, ...]:
+        """Share a ring's prompts among its engines, and return all completions."""
+        size, ring = self._engine_ranks, self._ring_ranks
+        engines, mine = len(ring) // size, ring.index(dist.get_rank()) // size
+        share = -(-len(prompts) // engines)
+        part = slice(mine * share, (mine + 1) * share)
+        found = super().generate(
+            prompts[part], images and images[part], num_generations, profiler
+        )
+        every = gather(found, self._ring_group)[::size]
+        return tuple(
+            None if columns[0] is None else [x for column in columns for x in column]
+            for columns in zip(*every, strict=True)
+        )
+
+    def _init_vllm(self) -> None:
+        if self.mode == "server":
+            self._connect()
+        else:
+            self._start_engines()
+
+    def _connect(self) -> None:
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        vocabulary = base_of(self.model).config.get_text_config().vocab_size
+        folder = self.ring.vllm_weights_folder
+        with in_call("reaching vLLM"), meeting(self.ring_mesh, "reaching vLLM"):
+            if self.ring.vllm_adapter_only and not is_peft(self.model):
+                raise ConfigError(
+                    "vllm_adapter_only=True for a model without an adapter; leave it out, or give a peft_config"
+                )
+            if self.is_first:
+                client = RingVLLMClient(
+                    url, self.group_port, self.server_timeout, folder
+                )
+                client.prepare(self.accelerator.device, vocabulary)
+                self.vllm_client = client
+
+    def _start_engines(self) -> None:
+        mesh: DeviceMesh = self.ring_mesh
+        axis = list(mesh.mesh_dim_names or ()).index("replicate")
+        rings = mesh.mesh.movedim(axis, 0).flatten(1).tolist()
+        size = self.tensor_parallel_size
+        with meeting(mesh, "starting vLLM"):
+            if len(rings[0]) % size:
+                raise ConfigError(
+                    f"vllm_tensor_parallel_size={size} does not divide the {len(rings[0])} ranks of a ring; change it"
+                )
+        groups: list[Any] = [dist.new_group(ranks) for ranks in rings]
+        place = mesh.get_local_rank("replicate")
+        self._ring_ranks, self._ring_group = rings[place], groups[place]
+        self._engine_ranks = size
+        # vLLM and TRL count ranks here, not rings.
+        rings_view, self.accelerator = (
+            self.accelerator,
+            SimpleNamespace(
+                num_processes=dist.get_world_size(),
+                process_index=dist.get_rank(),
+                device=self.accelerator.device,
+                local_process_index=self.accelerator.local_process_index,
+                is_main_process=self.accelerator.is_main_process,
+                wait_for_everyone=self.accelerator.wait_for_everyone,
+            ),
+        )
+        try:
+            super()._init_vllm()
+        finally:
+            # The ranks of an engine have equal prompts, so that TRL has none to gather.
+            self.accelerator, self.tensor_parallel_size = rings_view, 1

@@ -1,0 +1,150 @@
+"""A server of vLLM, as the first rank speaks to it: TRL's client, with a folder for weights that NCCL cannot send."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import requests
+from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.model.named_weights import WeightMeta
+
+_ADAPTER: Final = "ringspan-adapter-"  # name of an adapter at the server, before the number of its update
+_UPDATE_SECONDS: Final = 1800.0
+
+
+@contextmanager
+def without_vllm() -> Iterator[None]:
+    """Let TRL make its client where vLLM is not installed: it needs vLLM for NCCL only."""
+    space: Any = vars(vllm_client)
+    theirs = space["is_vllm_available"]
+    space["is_vllm_available"] = lambda *_, **__: True
+    try:
+        yield
+    finally:
+        space["is_vllm_available"] = theirs
+
+
+class RingVLLMClient(VLLMClient):
+    """TRL's client, with errors of one line; ``folder`` is where weights are left for the server, if anywhere."""
+
+    def __init__(
+        self, url: str, group_port: int, timeout: float, folder: str | None
+    ) -> None:
+        self.folder = folder
+        self.updates = 0
+        with without_vllm(), answering(url):
+            super().__init__(
+                base_url=url, group_port=group_port, connection_timeout=timeout
+            )
+        self.served = self.model  # the base, while adapters have names of their own
+
+    def prepare(self, device: Any, vocabulary: int) -> None:
+        """Refuse a server of another vocabulary or without a way for weights, and join its group if it has one."""
+        with answering(self.base_url):
+            info = self.get_server_info()
+            takes = [self._takes(token) for token in (vocabulary - 1, vocabulary)]
+        if takes != [True, False]:
+            raise ConfigError(
+                f"the vLLM server at {self.base_url} has another vocabulary than this model, which has {vocabulary} "
+                "tokens; start vllm serve with the folder of this model"
+            )
+        if self.folder is not None:
+            return
+        if info.get("weight_transfer_config") is None:
+            raise ConfigError(
+                f"the vLLM server at {self.base_url} has no weight-transfer engine; restart it with "
+                'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\', or set '
+                "RingConfig(vllm_weights_folder=...)"
+            )
+        if device.type != "cuda":
+            raise UnsupportedError(
+                f"weights on {device} cannot be sent by NCCL; set RingConfig(vllm_weights_folder=...) to a folder that "
+                "trainer and server share"
+            )
+        with answering(self.base_url):
+            self.init_communicator(device)
+
+    def _takes(self, token: int) -> bool:
+        asked = {"model": self.model, "prompt": [token], "max_tokens": 1}
+        answer = requests.post(
+            f"{self.base_url}/v1/completions", json=asked, timeout=60
+        )
+        return answer.status_code == 200
+
+    def send(self, told: list[WeightMeta], weights: Iterator[Any]) -> None:
+        """Send whole weights over the group of NCCL."""
+        named = [
+            (one.name, str(one.dtype).removeprefix("torch."), list(one.shape))
+            for one in told
+        ]
+        with taking(self.base_url, told):
+            self.update_named_params(named, weights)
+            self.reset_prefix_cache()
+
+    def load(self, folder: Path, told: list[WeightMeta]) -> None:
+        """Let the server read whole weights from a folder."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        with taking(self.base_url, told):
+            self._once("/collective_rpc", call)
+            self.reset_prefix_cache()
+
+    def load_adapter(self, folder: Path, told: list[WeightMeta]) -> None:
+        """Let the server read an adapter from a folder, under a name that no cached prefix has."""
+        before, self.updates = self.model, self.updates + 1
+        name = f"{_ADAPTER}{self.updates}"
+        with taking(self.base_url, told):
+            self._once(
+                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
+            )
+            self.model = name
+            if before != self.served:
+                self._once("/v1/unload_lora_adapter", {"lora_name": before})
+
+    def _once(self, path: str, body: dict[str, Any]) -> None:
+        """Post without the session's retries: an update that has begun is not begun again."""
+        url = f"{self.base_url}{path}"
+        answer = requests.post(url, json=body, timeout=_UPDATE_SECONDS)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path} answered {answer.status_code}: {answer.text}")
+
+
+@contextmanager
+def answering(url: str) -> Iterator[None]:
+    """Turn failures of a request into one line that names the server."""
+    try:
+        yield
+    except requests.RequestException as error:
+        raise ConnectionError(
+            f"the vLLM server at {url} does not answer: {one_line(error)}; start it, and resume from a checkpoint"
+        ) from error
+
+
+@contextmanager
+def taking(url: str, told: list[WeightMeta]) -> Iterator[None]:
+    """Turn failures of an update into one line with the weight that the server names, or with the first one."""
+    with answering(url):
+        try:
+            yield
+        except requests.RequestException:
+            raise
+        except Exception as error:  # TRL raises plain ones
+            by_length = sorted(told, key=lambda one: -len(one.name))
+            named = next((one for one in by_length if one.name in str(error)), told[0])
+            raise ConfigError(
+                f"the vLLM server at {url} did not take the weights ({named.name}, {list(named.shape)}): "
+                f"{one_line(error)}; start vllm serve with the folder of this model"
+            ) from error
+
+
+@contextmanager
+def folder_in(parent: str) -> Iterator[Path]:
+    """Yield a new folder in a shared one, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=".ringspan-weights-", dir=parent) as folder:
+        Path(folder).chmod(0o755)  # the server may be another user's
+        yield Path(folder)

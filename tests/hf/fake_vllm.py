@@ -1,0 +1,177 @@
+"""A server that answers as vLLM does, with transformers behind it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from tests.every_model.weights import stored
+
+
+class FakeVLLM(ThreadingHTTPServer):
+    """Serves the model of a folder on a free port; ``fails`` has paths that answer 500."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
+        self.adapters: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.fails: dict[str, str] = {}
+        self.dies_at: str | None = None
+        # By path, what is called before the answer to a request of that number.
+        self.before: dict[str, tuple[int, Any]] = {}
+        self.rows = 0
+        self.lock = threading.Lock()
+
+    def stop(self) -> None:
+        """End: further requests are refused."""
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def reload(self, folder: Path) -> None:
+        """Take all weights of a folder, as ``reload_weights`` does: no weight may be missing or misshapen."""
+        own = self.model.state_dict()
+        tied = set(self.model.all_tied_weights_keys)
+        found = stored(folder)
+        for name, tensor in found.items():
+            if name not in own or own[name].shape != tensor.shape:
+                raise ValueError(f"cannot load {name}")
+        if missing := own.keys() - found.keys() - tied:
+            raise ValueError(f"no {min(missing)}")
+        self.model.load_state_dict(found, strict=False)
+        self.model.tie_weights()
+
+    @torch.no_grad()
+    def complete(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """Draw completions; a row's numbers depend on its prompt and its place there alone."""
+        model = self.adapters.get(asked["model"], self.model)
+        prompts = asked["prompt"]
+        prompts = [prompts] if isinstance(prompts[0], int) else prompts
+        choices = []
+        for prompt in prompts:
+            for place in range(asked.get("n", 1)):
+                generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
+                choices.append(self._row(model, prompt, asked, generator))
+        return choices
+
+    def _row(
+        self, model: Any, prompt: list[int], asked: dict[str, Any], generator: Any
+    ) -> dict[str, Any]:
+        ids, logprobs = list(prompt), list[float]()
+        while len(ids) < len(prompt) + asked["max_tokens"]:
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
+            temperature = asked.get("temperature", 1.0)
+            # As with logprobs-mode processed_logprobs.
+            found = log_softmax(logits / (temperature or 1.0), -1)
+            token = int(found.argmax())
+            if temperature:
+                token = int(torch.multinomial(found.exp(), 1, generator=generator))
+            ids.append(token)
+            logprobs.append(float(found[token]))
+            if token == 1:
+                break
+        answer = ids[len(prompt) :]
+        return {
+            "prompt_token_ids": list(prompt),
+            "token_ids": answer,
+            "logprobs": {
+                "tokens": [f"token_id:{token}" for token in answer],
+                "token_logprobs": logprobs,
+                "top_logprobs": [None] * len(answer),
+            },
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Any
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        answers: dict[str, Any] = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": str(self.server.folder)}]},
+            "/get_world_size": {"world_size": 1},
+            "/server_info": {
+                "vllm_config": {
+                    "weight_transfer_config": None,
+                    "model_config": {"logprobs_mode": "processed_logprobs"},
+                }
+            },
+        }
+        self._answer(200, answers[self.path.partition("?")[0]])
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        asked = json.loads(body) if body else {}
+        server.asked.append(self.path)
+        number, call = server.before.get(self.path, (0, None))
+        if server.asked.count(self.path) == number:
+            call()
+        if server.dies_at == self.path:
+            self.close_connection = True
+            threading.Thread(target=server.stop).start()
+            return
+        with server.lock:
+            try:
+                self._answer(200, self._do(asked))
+            except (ValueError, RuntimeError) as error:
+                self._answer(500, {"error": {"message": str(error)}})
+            except IndexError:
+                self._answer(400, {"error": {"message": "token out of vocabulary"}})
+
+    def _do(self, asked: dict[str, Any]) -> dict[str, Any]:
+        server = self.server
+        if self.path in server.fails:
+            raise RuntimeError(server.fails[self.path])
+        match self.path:
+            case "/v1/completions":
+                choices = server.complete(asked)
+                server.rows += len(choices)
+                return {"choices": choices}
+            case "/collective_rpc":
+                assert asked["method"] == "reload_weights"
+                server.reload(Path(asked["kwargs"]["weights_path"]))
+            case "/v1/load_lora_adapter":
+                base = AutoModelForCausalLM.from_pretrained(server.folder)
+                made = PeftModel.from_pretrained(base.float(), asked["lora_path"])
+                server.adapters[asked["lora_name"]] = made.eval()
+            case "/v1/unload_lora_adapter":
+                server.adapters.pop(asked["lora_name"])
+        return {"success": True}
+
+    def _answer(self, code: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[FakeVLLM]:
+    server = FakeVLLM(folder)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
