@@ -228,7 +228,7 @@ def _refuse_assistants(
     arguments: dict[str, Any],
     cache: RingCache | None,
 ) -> None:
-    """Raise UnsupportedError for tokens that are guessed and taken back, where a ring cannot take them back."""
+    """Raise UnsupportedError for tokens that are guessed and taken back, if a ring cannot take them back."""
     held = 0 if cache is None or model.ring_is_generating else cache.shares.length
     if model.ring_stateful:
         why = f"with {class_name(model)}, from whose states no token is taken back"

@@ -105,7 +105,7 @@ def local_hidden_states(now: LocalPass) -> Tensor:
 
 
 def _positions_in_documents(now: LocalPass, lengths: Tensor) -> Tensor:
-    """Return local positions (B, T) counted within documents, also where the batch's count over rows."""
+    """Return local positions (B, T) counted within documents, also if the batch's count over rows."""
     model, ring = now.model, now.model.ring_axis
     folds, number = (1, 0) if now.part is None else (model.ring_folds, now.part.number)
     length = now.position_ids.shape[1] * ring.size() * folds
