@@ -127,8 +127,8 @@ def test_the_template_gets_what_a_row_has_beside_its_messages(
         (
             PLAIN,
             ASKED,
-            {"images": ["a.png"], "id": 7},
-            "has id, images beside messages, which training does not read; take",
+            {"images": ["a.png"], "id": 7, "score": 0.5},
+            "has images, score beside messages, which training does not read; take",
         ),
         (
             PLAIN,
@@ -223,6 +223,14 @@ def test_what_would_be_dropped_is_refused_by_name(
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{says}") as caught:
         texts(tmp_path, template, messages, **beside)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_only_name_a_row_are_passed_over(tmp_path):
+    labels = {"id": 7, "source": {"site": "a"}, "url": "b", "created_at": None}
+    plain, labelled = (
+        texts(tmp_path, PLAIN, ASKED, **beside) for beside in ({}, labels)
+    )
+    assert plain == labelled
 
 
 TWICE = [

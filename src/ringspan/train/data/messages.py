@@ -22,6 +22,29 @@ _KEYS: Final = ("path", "url")  # other names for the path of each of them
 # Keys of a row in addition to its messages.
 _LISTS: Final = ("tools", "documents")
 _VARIABLES: Final = "chat_template_kwargs"
+# Keys that only name a row or its origin: nothing in them could be trained on.
+_LABELS: Final = frozenset(
+    {
+        "category",
+        "conversation_id",
+        "created_at",
+        "dataset",
+        "date",
+        "hash",
+        "id",
+        "idx",
+        "index",
+        "language",
+        "license",
+        "origin",
+        "source",
+        "timestamp",
+        "topic",
+        "uid",
+        "url",
+        "uuid",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +167,7 @@ def _beside(
     given = {
         key: _without_nones(value)
         for key, value in row.items()
-        if key != name and value is not None
+        if key != name and key not in _LABELS and value is not None
     }
     if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
         raise ConfigError(
