@@ -25,6 +25,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "communication": counts.communication,
     "errors-float": partial(counts.errors, "float32"),
     "errors-bfloat": partial(counts.errors, "bfloat16"),
+    "log-prob-gap": counts.log_prob_gap,
     "faults": counts.faults,
     "versions": counts.versions,
     "kernels": kernels.serves,
@@ -83,6 +84,7 @@ PAGES: Final = (
     "generation.md",
     "hybrids.md",
     "weights.md",
+    "trainers.md",
     "reliability.md",
     "evaluation.md",
 )

@@ -378,3 +378,29 @@ def _of_tests(path: str) -> str:
         .replace("torch/", "")
         .replace("test_", "")
     )
+
+
+def log_prob_gap() -> str:
+    """Noise of a token's log-probability, and how many tokens it takes until a completion's weight leaves [0.5, 2]."""
+    rows: list[Sequence[object]] = [
+        (
+            row["dtype"],
+            row["ranks"],
+            f"{row['length']:,}",
+            f"{row['mean']:.1e}",
+            f"{row['deviation']:.1e}",
+            f"{row['largest']:.1e}",
+            f"{row['leaves_tokens']:,.0f}",
+        )
+        for row in read("log-prob-gap-cpu")["rows"]
+    ]
+    head = (
+        "dtype",
+        "ranks",
+        "tokens",
+        "mean difference",
+        "standard deviation",
+        "largest",
+        "weight leaves [0.5, 2] at tokens",
+    )
+    return table(head, rows)

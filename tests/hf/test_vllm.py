@@ -1,5 +1,7 @@
 """GRPO and RLOO whose completions a server of vLLM makes: on rings as with TRL's own trainer on one process."""
 
+import json
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 from trl.generation import vllm_generation
 
+from benchmarks.log_prob_gap import leaves
+from benchmarks.result_files import RESULTS
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf import RingConfig
 from ringspan.hf.refusals import refuse_vllm
@@ -17,7 +21,7 @@ from tests.cases import long
 from tests.hf.fake_vllm import FakeVLLM, serving
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.trainers import close, history, made
-from tests.torch.models import build
+from tests.torch.models import build, logged
 
 RATIOS = tuple(
     f"sampling/{name}"
@@ -221,3 +225,40 @@ def test_options_that_nobody_would_read_are_refused():
             refuse_vllm(args, RingConfig(vllm_weights_folder="somewhere"))
     with pytest.raises(ConfigError, match="set vllm_weights_folder"):
         RingConfig(vllm_adapter_only=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "longest", "corrects", "warns"),
+    [
+        ("sequence_mask", 3501, True, True),
+        ("sequence_truncate", 32768, True, True),
+        ("sequence_mask", 3500, True, False),
+        ("sequence_mask", 32768, False, False),
+        ("token_truncate", 32768, True, False),
+    ],
+)
+def test_a_product_of_many_ratios_is_warned_of(mode, longest, corrects, warns):
+    args: Any = SimpleNamespace(
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_correction=corrects,
+        max_completion_length=longest,
+    )
+    with logged() as lines:
+        refuse_vllm(args, RingConfig())
+    assert len(lines) == warns
+    assert not warns or f"up to {longest} tokens" in lines[0]
+    assert not warns or "from 3500 tokens on; use 'token_truncate'" in lines[0]
+
+
+def test_the_length_of_the_warning_is_that_of_the_measured_noise():
+    rows = json.loads((RESULTS / "log-prob-gap-cpu.json").read_text())["rows"]
+    shortest = min(row["leaves_tokens"] for row in rows)
+    assert shortest == pytest.approx(3500, rel=0.01)
+    for row in rows:
+        assert row["leaves_tokens"] == pytest.approx(
+            leaves(row["mean"], row["deviation"])
+        )
+    assert leaves(0.0, 0.05) == pytest.approx((math.log(2) / 0.05) ** 2)
+    assert leaves(0.01, 0.0) == pytest.approx(math.log(2) / 0.01)

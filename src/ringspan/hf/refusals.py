@@ -1,5 +1,6 @@
 """Refusals of trainer arguments that would not be exact, with the alternative."""
 
+import logging
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from ringspan.torch.model.layers.view import RingModel
 _TABLE: Final[dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
+_log: Final = logging.getLogger(__name__)
+# The noise in benchmarks/results/log-prob-gap-cpu.json doubles or halves a weight over this many tokens.
+_SUMMED_TOKENS: Final = 3500
 _OPTIMIZERS: Final = frozenset[str](_TABLE["optimizers"].split())
 
 
@@ -31,13 +35,25 @@ def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
 
 
 def refuse_vllm(args: TrainingArguments, ring: RingConfig) -> None:
-    """Raise ConfigError where vLLM's options do not fit each other, on all ranks."""
+    """Raise ConfigError where vLLM's options do not fit each other, on all ranks; warn of weights that vanish."""
     uses = getattr(args, "use_vllm", False)
     mode = getattr(args, "vllm_mode", None)
     if ring.vllm_weights_folder is not None and not (uses and mode == "server"):
         raise ConfigError(
             f"vllm_weights_folder={ring.vllm_weights_folder!r} is for use_vllm=True with vllm_mode='server'; leave it "
             "out, or set these"
+        )
+    sums = str(getattr(args, "vllm_importance_sampling_mode", "")).startswith("seq")
+    corrects = getattr(args, "vllm_importance_sampling_correction", False)
+    longest = getattr(args, "max_completion_length", None) or 0
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if uses and corrects and sums and longest > _SUMMED_TOKENS and is_first:
+        _log.warning(
+            "vllm_importance_sampling_mode=%r multiplies the ratios of up to %d tokens: in bfloat16 their noise alone "
+            "makes the weight of a completion leave [0.5, 2] from %d tokens on; use 'token_truncate'",
+            args.vllm_importance_sampling_mode,  # pyright: ignore[reportAttributeAccessIssue]
+            longest,
+            _SUMMED_TOKENS,
         )
 
 

@@ -1,9 +1,11 @@
 """The weights that a ring hands over are bit for bit those that transformers and PEFT write on one process."""
 
+import errno
 import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 import ringspan as rs
 from ringspan.core.errors import ConfigError, PeerMismatch, UnsupportedError
 from ringspan.torch.model import named_weights as module
 from ringspan.torch.model.layers.modules import local_part
+from ringspan.torch.model.weights import writing
 from tests.cases import long
 from tests.every_model.weights import differences, stored
 from tests.torch.model.test_four_bits import Living, adapted, opened
@@ -315,3 +319,39 @@ def refused(mesh: DeviceMesh, how: str) -> None:
 def test_refusals_are_those_of_every_rank(pool, how, kind, message):
     for outcome in pool.outcomes(refused, 2, how):
         assert type(outcome) is kind and message in str(outcome)
+
+
+def filling(mesh: DeviceMesh, folder: Path, free: int) -> None:
+    """Write where the disk has so much room, or fills up during the first file."""
+    weights = rs.named_weights(rs.parallelize(plain("llama"), mesh))
+    folder = folder if mesh.get_rank() == 0 else None  # pyright: ignore[reportAssignmentType]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if free:
+            patch.setattr(writing.os, "fsync", full)
+        else:
+            usage = SimpleNamespace(free=free)
+            patch.setattr(writing.shutil, "disk_usage", lambda _: usage)
+        weights.write(folder)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_full_disk_is_named_on_every_rank(pool, tmp_path, free):
+    first, other = pool.outcomes(filling, 2, tmp_path, free)
+    assert isinstance(first, OSError) and first.errno == errno.ENOSPC
+    assert isinstance(other, PeerMismatch) and str(first) in str(other)
+
+
+def test_a_folder_that_is_written_opens(pool, tmp_path):
+    pool.run(written, 2, tmp_path)
+    assert not differences(stored(tmp_path), files_of(plain("llama")))
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(opened.lm_head.weight, plain("llama").lm_head.weight)
+
+
+def written(mesh: DeviceMesh, folder: Path) -> None:
+    weights = rs.named_weights(rs.parallelize(plain("llama"), mesh))
+    weights.write(folder if mesh.get_rank() == 0 else None)

@@ -32,6 +32,10 @@ def load_and_save(what: str, victim: int, folder: Path) -> None:
     if what == "load":
         die_after(files._Stored, 30)  # some of which are for trials
     model = rs.from_pretrained(folder / "given", mesh)
+    if what == "hand over":
+        die_after(shards.Shards, 9)
+        for _ in rs.named_weights(model):
+            pass
     if what == "save":
         die_after(shards.Shards, 9)
     model.save_pretrained(folder / "saved", max_shard_size=SMALL_FILES)
@@ -43,6 +47,8 @@ def load_and_save(what: str, victim: int, folder: Path) -> None:
         ("load", 1, "loading the (model|weights)"),
         *long(("save", 1, "saving the model")),
         ("save", 0, "saving the model"),
+        ("hand over", 1, "handing over weights"),
+        *long(("hand over", 0, "handing over weights")),
     ],
 )
 def test_a_rank_that_dies_is_named_and_what_was_there_stays(
