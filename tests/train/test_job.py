@@ -21,7 +21,7 @@ def outcome(mesh, asked):
         ),
         (
             {"memory": {"folds": 2}, "kind": "glm_moe_dsa"},
-            "folds=2: GlmMoeDsaForCausalLM has layers with an index",
+            "GlmMoeDsaForCausalLM: folds=2 does not go with layers with an index",
         ),
         (
             {"model": {"compile": "nothing"}},

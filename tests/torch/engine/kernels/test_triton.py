@@ -147,7 +147,7 @@ def without_interpreter(script: str) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
     }
-    command, folder = [sys.executable, "-c", script], Path(__file__).parents[3]
+    command, folder = [sys.executable, "-c", script], Path(__file__).parents[4]
     run = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True
     )

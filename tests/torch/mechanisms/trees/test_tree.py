@@ -316,8 +316,8 @@ def refusal(mesh: DeviceMesh, kind: str) -> str:
 
 
 def test_layers_that_compute_no_trees_are_refused(pool):
-    for kind, reason in (("bloom", "ALiBi"), ("deepseek_v32", "an index")):
+    for kind, reason in (("bloom", "ALiBi"), ("deepseek_v32", "layers with an index")):
         for message in pool.run(refusal, 2, kind):
-            assert f"which has {reason}" in message and message.endswith(
+            assert f"does not go with {reason}" in message and message.endswith(
                 "give it separate rows"
             )
