@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import ringspan as rs
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf.vllm import rings_of
 from tests.cases import long
@@ -120,6 +123,52 @@ def ended(
         trainer = grpo(mesh, "llama", {}, folder, given)
         trainer.train()
         return trainer.vllm_generation.llm.asked
+
+
+def of_four_bits(mesh: Any, checkpoint: str, pre_quantized: bool) -> Any:
+    """Train an adapter over packed weights; return the engine's quantization, logs, weights, and the trainer's."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=config, dtype=torch.float32
+    )
+    model.hf_quantizer.pre_quantized = pre_quantized
+    for module in model.modules():
+        module.support_avx512bf16_for_cpu = False
+    lora: Any = get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    )
+    model.is_loaded_in_4bit = model.is_quantized = False
+    with tempfile.TemporaryDirectory() as folder, engines():
+        given = COLOCATED | {"place": lora, "max_steps": 2}
+        trainer = grpo(mesh, "llama", {}, folder, given)
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        engine = trainer.vllm_generation.llm
+        told = dict(rs.named_weights(trainer.model, everywhere=True))
+        logs = [one for one in trainer.state.log_history if "loss" in one]
+        largest = [one[RATIOS[1]] for one in logs]
+        return (
+            engine.given["quantization"],
+            largest,
+            engine.model.state_dict(),
+            told,
+        )
+
+
+@pytest.mark.long
+def test_an_engine_of_packed_weights_has_plain_ones(world, checkpoint):
+    every = world(2).run(of_four_bits, 2, checkpoint, False)
+    for quantization, largest, weights, told in every:
+        assert quantization is None
+        assert max(largest) < 1e-4 and len(largest) == 2
+        assert all(torch.equal(weights[name], x) for name, x in told.items())
+
+
+@pytest.mark.long
+def test_engines_of_a_packed_folder_are_refused(world, checkpoint):
+    for error in world(2).outcomes(of_four_bits, 2, checkpoint, True):
+        assert type(error) is ConfigError
+        assert "model has packed weights, and an engine of vllm_mode='c" in str(error)
 
 
 @pytest.mark.long

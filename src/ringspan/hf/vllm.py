@@ -239,26 +239,37 @@ class RingVLLMGeneration(VLLMGeneration):
         vLLM and TRL count ranks here, while the trainer's accelerator counts rings. An engine that does not start is
         named on all ranks, in place of TRL's barrier, which they would never leave.
         """
-        mesh, size, counting = (
-            self.ring_mesh,
-            self.tensor_parallel_size,
-            self.accelerator,
-        )
+        mesh, size = self.ring_mesh, self.tensor_parallel_size
         ring = next(one for one in rings_of(mesh, size) if dist.get_rank() in one)
         self._num_engines = len(ring) // size
         self._engine = ring.index(dist.get_rank()) // size
+        counting, trained = self.accelerator, self.model
         self.accelerator = SimpleNamespace(
             num_processes=dist.get_world_size(),
             process_index=dist.get_rank(),
             local_process_index=counting.local_process_index,
             wait_for_everyone=lambda: None,
         )
+        # Without modules: for packed ones TRL would have vLLM pack its own weights, and ours come unpacked.
+        self.model = SimpleNamespace(
+            name_or_path=trained.name_or_path, named_modules=lambda: ()
+        )
         try:
             with in_call(_STARTING), meeting(mesh, _STARTING):
+                self._refuse_packed_files(trained)
                 super()._init_vllm()
         finally:
+            self.accelerator, self.model = counting, trained
             # The ranks of an engine have equal prompts, so that TRL has none to gather.
-            self.accelerator, self.tensor_parallel_size = counting, 1
+            self.tensor_parallel_size = 1
+
+    def _refuse_packed_files(self, model: Any) -> None:
+        quantizer = getattr(base_of(model), "hf_quantizer", None)
+        if quantizer is not None and quantizer.pre_quantized:
+            raise ConfigError(
+                f"{model.name_or_path} has packed weights, and an engine of vllm_mode='colocate' is handed plain ones; "
+                "open an unpacked folder with quantization_config"
+            )
 
 
 def rings_of(mesh: DeviceMesh, engine_ranks: int) -> list[list[int]]:
