@@ -20,11 +20,11 @@ from torch.nn.functional import cross_entropy
 
 from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import describe_machine
-from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.model.tasks.causal_lm import token_logprobs
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.torch.shard_batch import shard_batch
 
 
 @dataclass(frozen=True, kw_only=True)

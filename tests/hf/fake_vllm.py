@@ -47,18 +47,8 @@ class FakeVLLM(ThreadingHTTPServer):
 
     def reload(self, folder: Path) -> None:
         """Take all weights of a folder, as ``reload_weights`` does: no weight may be missing or misshapen."""
-        own = self.model.state_dict()
-        tied = set(self.model.all_tied_weights_keys)
-        found = stored(folder)
-        for name, tensor in found.items():
-            if name not in own or own[name].shape != tensor.shape:
-                raise ValueError(f"cannot load {name}")
-        if missing := own.keys() - found.keys() - tied:
-            raise ValueError(f"no {min(missing)}")
-        self.model.load_state_dict(found, strict=False)
-        self.model.tie_weights()
+        take(self.model, stored(folder))
 
-    @torch.no_grad()
     def complete(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
         """Draw completions; a row's numbers depend on its prompt and its place there alone."""
         model = self.adapters.get(asked["model"], self.model)
@@ -68,35 +58,55 @@ class FakeVLLM(ThreadingHTTPServer):
         for prompt in prompts:
             for place in range(asked.get("n", 1)):
                 generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
-                choices.append(self._row(model, prompt, asked, generator))
+                choices.append(_choice(prompt, *drawn(model, prompt, asked, generator)))
         return choices
 
-    def _row(
-        self, model: Any, prompt: list[int], asked: dict[str, Any], generator: Any
-    ) -> dict[str, Any]:
-        ids, logprobs = list(prompt), list[float]()
-        while len(ids) < len(prompt) + asked["max_tokens"]:
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
-            temperature = asked.get("temperature", 1.0)
-            # As with logprobs-mode processed_logprobs.
-            found = log_softmax(logits / (temperature or 1.0), -1)
-            token = int(found.argmax())
-            if temperature:
-                token = int(torch.multinomial(found.exp(), 1, generator=generator))
-            ids.append(token)
-            logprobs.append(float(found[token]))
-            if token == 1:
-                break
-        answer = ids[len(prompt) :]
-        return {
-            "prompt_token_ids": list(prompt),
-            "token_ids": answer,
-            "logprobs": {
-                "tokens": [f"token_id:{token}" for token in answer],
-                "token_logprobs": logprobs,
-                "top_logprobs": [None] * len(answer),
-            },
-        }
+
+def take(model: Any, found: dict[str, Any]) -> None:
+    """Take all weights of a checkpoint: no weight may be missing or misshapen."""
+    own = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
+    for name, tensor in found.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise ValueError(f"cannot load {name}")
+    if missing := own.keys() - found.keys() - tied:
+        raise ValueError(f"no {min(missing)}")
+    model.load_state_dict(found, strict=False)
+    model.tie_weights()
+
+
+@torch.no_grad()
+def drawn(
+    model: Any, prompt: list[int], asked: dict[str, Any], generator: torch.Generator
+) -> tuple[list[int], list[float]]:
+    """Draw a completion, with the log-probabilities of its tokens as with logprobs-mode processed_logprobs."""
+    ids, logprobs = list(prompt), list[float]()
+    while len(ids) < len(prompt) + asked["max_tokens"]:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
+        temperature = asked.get("temperature", 1.0)
+        found = log_softmax(logits / (temperature or 1.0), -1)
+        token = int(found.argmax())
+        if temperature:
+            token = int(torch.multinomial(found.exp(), 1, generator=generator))
+        ids.append(token)
+        logprobs.append(float(found[token]))
+        if token == 1:
+            break
+    return ids[len(prompt) :], logprobs
+
+
+def _choice(
+    prompt: list[int], answer: list[int], logprobs: list[float]
+) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": list(prompt),
+        "token_ids": answer,
+        "logprobs": {
+            "tokens": [f"token_id:{token}" for token in answer],
+            "token_logprobs": logprobs,
+            "top_logprobs": [None] * len(answer),
+        },
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):

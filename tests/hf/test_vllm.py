@@ -132,6 +132,32 @@ def test_steps_with_a_server_equal_one_process(
     assert rows == server.rows - 1, "each replica asks once"
 
 
+def asks(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A user's rollout: the server's completions, with a column for rewards."""
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    _, completions, logprobs, _ = trainer.vllm_generation.generate(
+        prompts=ids, images=None, num_generations=trainer.num_generations
+    )
+    return {
+        "prompt_ids": ids,
+        "completion_ids": completions,
+        "logprobs": [[one[0] for one in row] for row in logprobs],
+    }
+
+
+def test_a_rollout_of_ones_own_asks_the_server_once(world, server):
+    options = {"max_steps": 2, "rollout_func": asks}
+    expected, ratios = trained(None, grpo, None, server.url, options)
+    rows, server.rows = server.rows, 0
+    server.reload(server.folder)
+    for found, near in world(2).run(trained, 2, grpo, {}, server.url, options):
+        close(found, expected)
+        for one, other in zip(near, ratios, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+            assert one[1] < 1e-4, "the server has the weights of the step"
+    assert rows == server.rows - 1, "the ring asks once"
+
+
 def ended(
     mesh: Any, url: str, folder: str, options: dict[str, Any], ring: dict[str, Any]
 ) -> None:

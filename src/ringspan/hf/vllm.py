@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -22,6 +24,7 @@ from ringspan.torch.model.named_weights import NamedWeights, named_weights
 
 _SENDING: Final = "handing weights to vLLM"
 _ASKING: Final = "completions of vLLM"
+_STARTING: Final = "starting vLLM"
 
 
 class RingVLLMGeneration(VLLMGeneration):
@@ -75,16 +78,30 @@ class RingVLLMGeneration(VLLMGeneration):
 
     def _send_weights(self) -> None:
         weights = self._weights_of()
+
+        def send(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            self.vllm_client.send(weights.metadata(), tensors)
+
+        self._hand(weights, send if self.is_first else None)
+
+    def _hand(
+        self,
+        weights: NamedWeights,
+        take: Callable[[Iterator[tuple[str, Tensor]]], None] | None,
+    ) -> None:
+        """Let ``take`` read the weights; a rank where it fails reads on, since the others wait for its parts."""
         tensors = iter(weights)
         error: Exception | None = None
-        if self.is_first:
+        if take is not None:
             try:
-                self.vllm_client.send(weights.metadata(), tensors)
-            except Exception as raised:  # whatever it is, the others send on
+                take(tensors)
+            except Exception as raised:  # whatever it is, the others read on
                 error = raised
         for _ in tensors:
             pass
-        self._agree(error)
+        with in_call(_SENDING), meeting(self.ring_mesh, _SENDING):
+            if error is not None:
+                raise error
 
     def _leave_weights(self) -> None:
         weights = self._weights_of()
@@ -114,11 +131,6 @@ class RingVLLMGeneration(VLLMGeneration):
         with in_call(_SENDING), meeting(self.ring_mesh, _SENDING):
             if folder is not None:
                 load(folder)
-
-    def _agree(self, error: Exception | None) -> None:
-        with in_call(_SENDING), meeting(self.ring_mesh, _SENDING):
-            if error is not None:
-                raise error
 
     def _ask_server(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any
@@ -167,32 +179,36 @@ class RingVLLMGeneration(VLLMGeneration):
     # An engine on the ranks of a ring
 
     def _reload(self) -> None:
-        weights = self._weights_of(everywhere=True)
-        if self.enable_sleep_mode:
-            vllm_generation.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-        # Layer by layer: load_weights() of the model is wrong where kernels keep weights of their own (CPUs, fp8).
-        self.llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights)}
-        )
-        self.llm.reset_prefix_cache()
+        def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            if self.enable_sleep_mode:
+                vllm_generation.empty_cache()
+                self.llm.wake_up(tags=["weights"])
+                self._llm_weights_sleeping = False
+            # Layer by layer: load_weights() of the model is wrong where kernels keep weights of their own (CPUs, fp8).
+            self.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": tensors}
+            )
+            self.llm.reset_prefix_cache()
+
+        self._hand(self._weights_of(everywhere=True), load)
 
     def _ask_engine(
         self, prompts: Any, images: Any, num_generations: int, profiler: Any
     ) -> tuple[Any, ...]:
         """Share a ring's prompts among its engines, and return all completions."""
-        size, ring = self._engine_ranks, self._ring_ranks
-        engines, mine = len(ring) // size, ring.index(dist.get_rank()) // size
-        share = -(-len(prompts) // engines)
-        part = slice(mine * share, (mine + 1) * share)
-        found = super().generate(
-            prompts[part], images and images[part], num_generations, profiler
-        )
-        every = gather(found, self._ring_group)[::size]
+        share = -(-len(prompts) // self._num_engines)
+        part = slice(self._engine * share, (self._engine + 1) * share)
+        found: Any = None
+        with in_call(_ASKING), meeting(self.ring_mesh, _ASKING):
+            found = super().generate(
+                prompts[part], images and images[part], num_generations, profiler
+            )
+        with in_call(_ASKING):
+            by_rank = gather_over(self.ring_mesh, found, _axes_of_ring(self.ring_mesh))
+        by_engine = by_rank[:: len(by_rank) // self._num_engines]
         return tuple(
-            None if columns[0] is None else [x for column in columns for x in column]
-            for columns in zip(*every, strict=True)
+            None if parts[0] is None else list(chain.from_iterable(parts))
+            for parts in zip(*by_engine, strict=True)
         )
 
     def _init_vllm(self) -> None:
@@ -218,33 +234,70 @@ class RingVLLMGeneration(VLLMGeneration):
                 self.vllm_client = client
 
     def _start_engines(self) -> None:
-        mesh: DeviceMesh = self.ring_mesh
-        axis = list(mesh.mesh_dim_names or ()).index("replicate")
-        rings = mesh.mesh.movedim(axis, 0).flatten(1).tolist()
-        size = self.tensor_parallel_size
-        with meeting(mesh, "starting vLLM"):
-            if len(rings[0]) % size:
-                raise ConfigError(
-                    f"vllm_tensor_parallel_size={size} does not divide the {len(rings[0])} ranks of a ring; change it"
-                )
-        groups: list[Any] = [dist.new_group(ranks) for ranks in rings]
-        place = mesh.get_local_rank("replicate")
-        self._ring_ranks, self._ring_group = rings[place], groups[place]
-        self._engine_ranks = size
-        # vLLM and TRL count ranks here, not rings.
-        rings_view, self.accelerator = (
-            self.accelerator,
-            SimpleNamespace(
-                num_processes=dist.get_world_size(),
-                process_index=dist.get_rank(),
-                device=self.accelerator.device,
-                local_process_index=self.accelerator.local_process_index,
-                is_main_process=self.accelerator.is_main_process,
-                wait_for_everyone=self.accelerator.wait_for_everyone,
-            ),
+        """Start vLLM on every rank: engines of ``tensor_parallel_size`` ranks of a ring each.
+
+        vLLM and TRL count ranks here, while the trainer's accelerator counts rings. An engine that does not start is
+        named on all ranks, in place of TRL's barrier, which they would never leave.
+        """
+        mesh, size = self.ring_mesh, self.tensor_parallel_size
+        ring = next(one for one in rings_of(mesh, size) if dist.get_rank() in one)
+        self._num_engines = len(ring) // size
+        self._engine = ring.index(dist.get_rank()) // size
+        counting, trained = self.accelerator, self.model
+        self.accelerator = SimpleNamespace(
+            num_processes=dist.get_world_size(),
+            process_index=dist.get_rank(),
+            local_process_index=counting.local_process_index,
+            wait_for_everyone=lambda: None,
+        )
+        # Without modules: for packed ones TRL would have vLLM pack its own weights, and ours come unpacked.
+        self.model = SimpleNamespace(
+            name_or_path=trained.name_or_path, named_modules=lambda: ()
         )
         try:
-            super()._init_vllm()
+            with in_call(_STARTING), meeting(mesh, _STARTING):
+                self._refuse_packed_files(trained)
+                super()._init_vllm()
         finally:
+            self.accelerator, self.model = counting, trained
             # The ranks of an engine have equal prompts, so that TRL has none to gather.
-            self.accelerator, self.tensor_parallel_size = rings_view, 1
+            self.tensor_parallel_size = 1
+
+    def _refuse_packed_files(self, model: Any) -> None:
+        quantizer = getattr(base_of(model), "hf_quantizer", None)
+        if quantizer is not None and quantizer.pre_quantized:
+            raise ConfigError(
+                f"{model.name_or_path} has packed weights, and an engine of vllm_mode='colocate' is handed plain ones; "
+                "open an unpacked folder with quantization_config"
+            )
+
+
+def rings_of(mesh: DeviceMesh, engine_ranks: int) -> list[list[int]]:
+    """Return the ranks of each ring, in the order that engines of ``engine_ranks`` take them.
+
+    Raises:
+        ConfigError: engines of that size do not come out even, or one would have ranks of two rings.
+    """
+    axis = list(mesh.mesh_dim_names or ()).index("replicate")
+    rings = mesh.mesh.movedim(axis, 0).flatten(1).tolist()
+    if len(rings[0]) % engine_ranks:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={engine_ranks} does not divide the {len(rings[0])} ranks of a ring; change it"
+        )
+    # vLLM gives an engine neighbouring ranks of the world.
+    for ring in rings:
+        for start in range(0, len(ring), engine_ranks):
+            first = ring[start]
+            if first % engine_ranks or ring[start : start + engine_ranks] != list(
+                range(first, first + engine_ranks)
+            ):
+                raise ConfigError(
+                    f"vllm_tensor_parallel_size={engine_ranks} takes neighbouring ranks, and a ring has {ring}; make "
+                    "replicate the first axis of the mesh, or set it to 1"
+                )
+    return rings
+
+
+def _axes_of_ring(mesh: DeviceMesh) -> list[str]:
+    """Return the axes of a ring's ranks, from the innermost, so that a gather over them keeps the order of ranks."""
+    return [name for name in reversed(mesh.mesh_dim_names or ()) if name != "replicate"]

@@ -301,6 +301,10 @@ class _Layer:
         self._made.pop(name, None)
 
     def _merged(self) -> dict[str, Tensor]:
+        """Return the layer's plain tensors, merged by PEFT into a copy; on ``meta`` if this rank has no copy.
+
+        Every rank reads the whole parts, since reading is collective; the shards keep their numbers.
+        """
         state: dict[str, Tensor] = {}
         for name, tensor in self._state.items():
             state[name] = whole(tensor)

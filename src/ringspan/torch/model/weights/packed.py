@@ -202,6 +202,10 @@ def parts_in(model: nn.Module) -> set[int]:
 
 class _Packed(nn.Module):
     def __init__(self, packing: Packing, parts: dict[str, Tensor]) -> None:
+        """Take the parts of a packed weight, until ``right_inverse`` gives them to torch as parameters.
+
+        Integers are viewed as floating-point numbers of their size if FSDP2 takes no integers.
+        """
         super().__init__()
         self._packing, self._names = packing, [*parts]
         self._dtypes = [part.dtype for part in parts.values()]
