@@ -104,7 +104,8 @@ def _with_towers(
         (modality, media[modality.name])
         for modality in _shown(model, media, shape.name)
     ]
-    model.to(dtype_named(dtype)).train()
+    in_dtype: Any = dtype_named(dtype)
+    model.to(in_dtype).train()
     towers = [_tower(model, modality, units, shape.name) for modality, units in shown]
     return replace(
         shape,
