@@ -26,7 +26,7 @@ OTHERS = {
     "_attn_implementation", "_experts_implementation", "_get_feat_extract_output_lengths",
     "_gradient_checkpointing_func", "_flash_attn_backward", "_flash_attn_bwd", "_flash_attn_forward", "_flash_attn_fwd",
     "_flash_attn_varlen_backward", "_flash_attn_varlen_forward", "_forkserver", "_forkserver_alive_fd", "_timeout",
-    "_before", "_wanted",
+    "_before", "_from_config", "_wanted", "_weight_conversions",
 }  # fmt: skip
 
 
