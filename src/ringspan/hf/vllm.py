@@ -268,7 +268,7 @@ class RingVLLMGeneration(VLLMGeneration):
         if quantizer is not None and quantizer.pre_quantized:
             raise ConfigError(
                 f"{model.name_or_path} has packed weights, and an engine of vllm_mode='colocate' is handed plain ones; "
-                "give an unpacked folder with quantization_config"
+                "load an unpacked folder with quantization_config"
             )
 
 
