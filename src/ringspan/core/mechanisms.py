@@ -44,11 +44,6 @@ CONFLICTS: Final[Mapping[frozenset[str], Conflict]] = {
 }
 
 
-def conflict(one: str, other: str) -> Conflict | None:
-    """Return why two mechanisms do not go together; None if they do."""
-    return CONFLICTS.get(frozenset((one, other)))
-
-
 def refuse_pairs(found: Mapping[str, str], whose: str) -> None:
     """Raise UnsupportedError if two mechanisms that were found do not go together.
 

@@ -329,7 +329,7 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
         "ring_mechanisms": MECHANISMS,
         # Mechanisms with keys of their own act on the batches that have them.
         "ring_found": {
-            each.name: each.found_in(view, config)
+            each.name: parts.mechanisms[each.name]
             for each in MECHANISMS
             if not each.keys
         },

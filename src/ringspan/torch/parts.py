@@ -61,6 +61,8 @@ class InBlocks(NamedTuple):
 class Parts(NamedTuple):
     view: ModelView
     in_blocks: list[InBlocks]
+    # What model and options have of each mechanism, by its name (``Mechanism.found_in``).
+    mechanisms: dict[str, str]
     vocabularies: tuple[int, int] = (0, 0)
     loss: LossOptions = LossOptions()
     head: nn.Module | None = None  # None if the model ends in hidden states
@@ -88,8 +90,8 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         found = refuse_unsupported(view)
     if view.head is None:
         _refuse_without_head(view, mesh, config)
-    check_options(view, mesh, config)
-    parts = Parts(view, list(_in_blocks(view, mesh, config)))
+    mechanisms = check_options(view, mesh, config)
+    parts = Parts(view, list(_in_blocks(view, mesh, config)), mechanisms)
     if view.head is None:
         return (
             parts._replace(vocabularies=vocabularies(model))
@@ -120,8 +122,13 @@ def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) 
             )
 
 
-def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
-    """Raise for options that do not fit a model or mesh; the model may be without weights."""
+def check_options(
+    view: ModelView, mesh: DeviceMesh, config: StepConfig
+) -> dict[str, str]:
+    """Raise for options that do not fit a model or mesh; return what these have of each mechanism, by its name.
+
+    The model may be without weights.
+    """
     model, decoder = view.model, view.decoder
     axis, ring = tensor_axis(mesh), mesh.get_group("ring").size()
     tp = 1 if axis is None else axis.size()
@@ -146,6 +153,7 @@ def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None
     )
     refuse_compiled(view, config.compile)
     check_compile(decoder, config)
+    return found
 
 
 def _in_blocks(

@@ -80,7 +80,10 @@ def known() -> dict[str, Returning | InPlace]:
 
 def kernel_of(name: str) -> Returning | InPlace:
     """Return a kernel by its name, which ``check_name`` has found."""
-    return KERNELS[name] if name in KERNELS else known()[name]
+    for space in (KERNELS, _registered):
+        if name in space:
+            return space[name]
+    return _of_packages()[name]
 
 
 def check_name(name: str) -> None:

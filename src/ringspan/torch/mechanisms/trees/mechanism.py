@@ -1,7 +1,7 @@
 """Trees of segments, as the base sees them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ringspan.core import mechanisms
 from ringspan.core.errors import UnsupportedError
@@ -11,7 +11,7 @@ from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.mechanism import Mechanism, Sharding
 
-_SHOWN = "a tree of segments"
+_SHOWN: Final = "a tree of segments"
 
 
 class TreesMechanism(Mechanism):

@@ -30,7 +30,7 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: object
+    mask: Any
     """The ``attention_mask`` that the module passes; only None goes to the ring."""
     further: dict[str, Any]
     """Other keyword arguments of the module."""

@@ -88,35 +88,38 @@ def register_attention(
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in _OVER_CACHE
             }
-        tokens = query.shape[2] * dist.get_world_size(ring)
-        call = AttentionCall(
-            module=module,
-            query=query,
-            key=key,
-            value=value,
-            mask=attention_mask,
-            further=kwargs,
-            scale=scaling,
-            sinks=s_aux,
-            ring=ring,
-            turn=turn,
-            rows_under=partial(_rows, ring_packed, tokens, config=config),
-        )
+        call = None
         if attends is not None:
-            call = attends(call)
+            tokens = query.shape[2] * dist.get_world_size(ring)
+            call = attends(
+                AttentionCall(
+                    module=module,
+                    query=query,
+                    key=key,
+                    value=value,
+                    mask=attention_mask,
+                    further=kwargs,
+                    scale=scaling,
+                    sinks=s_aux,
+                    ring=ring,
+                    turn=turn,
+                    rows_under=partial(_rows, ring_packed, tokens, config=config),
+                )
+            )
+            key, value = call.key, call.value
+            attention_mask, kwargs = call.mask, call.further
         check_attention(
-            module,
-            call.further | {"attention_mask": call.mask, "dropout": dropout},
+            module, kwargs | {"attention_mask": attention_mask, "dropout": dropout}
         )
-        if call.compute is not None:
+        if call is not None and call.compute is not None:
             return call.compute(), None
-        kind = call.kind
+        kind = None if call is None else call.kind
         if kind is None:
             kind = _kind_of_layer(module, kinds, sliding_window, masked)
         asked = Request(
             q=query,
-            k=call.key,
-            v=call.value,
+            k=key,
+            v=value,
             group=ring,
             scale=scaling,
             softcap=softcap,
