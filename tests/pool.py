@@ -7,10 +7,11 @@ import faulthandler
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,6 +33,8 @@ from ringspan.torch.runtime.mesh import make_mesh, take_timeout
 SIZE = 4
 DEVICE = os.environ.get("RINGSPAN_TEST_DEVICE", "cpu")
 TIMEOUT_SECONDS = 100
+START_SECONDS = 900
+"""Seconds that ranks may take to import torch and meet, on a machine that has much else to do."""
 
 
 class Pool:
@@ -59,7 +62,8 @@ class Pool:
     ) -> None:
         self.size, self._launched, self._timeout = size, launched, timeout_seconds
         self._context = mp.get_context(self.start_method)
-        self._start()
+        with untimed():
+            self._start()
 
     def _start(self) -> None:
         # for the first word of each rank, which answers question 0
@@ -89,9 +93,10 @@ class Pool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        for (
-            pipe
-        ) in self._pipes:  # on a busy machine minutes, which are none of a test's
+        deadline = time.monotonic() + START_SECONDS
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} did not start in {START_SECONDS} s")
             pipe.recv()
         self._is_waiting = False
 
@@ -178,7 +183,8 @@ class Pool:
 
     def restart(self) -> None:
         self.close()
-        self._start()
+        with untimed():
+            self._start()
 
     # all of them, before one notices that another one is gone
     def close(self) -> None:
@@ -191,6 +197,21 @@ class Pool:
             *(f"{self._store}-{rank}" for rank in range(self.size)),
         ):
             Path(path).unlink(missing_ok=True)
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """Stop the clock of pytest-timeout meanwhile. On a busy machine ranks take minutes to start, which are none of a
+    test's, and a fixture of the session that ran out of one test's time would fail every test after it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left, every = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
 def _serve(

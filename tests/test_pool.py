@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pool import untimed
+
 
 def give_the_signal_back(mesh):
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # as training does at its end
@@ -36,6 +38,14 @@ class Unreadable(Exception):
 
 def unreadable(mesh):
     return Unreadable(mesh.get_rank(), "cannot be read")
+
+
+def test_starting_ranks_takes_none_of_a_tests_time():
+    before = signal.getitimer(signal.ITIMER_REAL)[0]
+    with untimed():
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        time.sleep(1.1)
+    assert before - 1 < signal.getitimer(signal.ITIMER_REAL)[0] <= before
 
 
 def test_a_timed_out_test_names_the_waiting_rank_and_place(pool, monkeypatch, tmp_path):
