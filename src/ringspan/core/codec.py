@@ -1,10 +1,10 @@
-"""Encodings of keys and values for sending, in bytes; ``ringspan.torch.engine.attention.comm_dtype`` encodes them."""
+"""Encodings of keys and values for sending, in bytes; ``ringspan.torch.engine.attention.encoding`` has their code."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import COMM_DTYPE_NAMES, find_name
+from ringspan.core.names import COMM_DTYPE_NAMES, CommDtypeName, find_name
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,13 @@ class Codec:
     A ``is_scaled`` one sends a float32 factor in addition, for the keys and for the values of each head.
     """
 
+    name: CommDtypeName
     itemsize: int | None = None
     is_scaled: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return self.itemsize is None
 
     def sent_itemsize(self, itemsize: int) -> int:
         """Return the bytes of a sent number that is computed in ``itemsize``, without the few factors."""
@@ -26,11 +31,12 @@ class Codec:
         return self.is_scaled or self.itemsize not in (None, itemsize)
 
 
+EXACT: Final = Codec("exact")
 _CODECS: Final = {
-    "exact": Codec(),
-    "bfloat16": Codec(itemsize=2),
-    "float8": Codec(itemsize=1, is_scaled=True),
-    "int8": Codec(itemsize=1, is_scaled=True),
+    "exact": EXACT,
+    "bfloat16": Codec("bfloat16", itemsize=2),
+    "float8": Codec("float8", itemsize=1, is_scaled=True),
+    "int8": Codec("int8", itemsize=1, is_scaled=True),
 }
 
 

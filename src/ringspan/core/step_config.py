@@ -1,7 +1,9 @@
 """Options of a training step on a mesh."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from ringspan.core.codec import Codec, codec
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.folds import check_folds
 from ringspan.core.names import (
@@ -37,6 +39,11 @@ class StepConfig:
     compute_dtype: str | None = None
     compile: bool | str = False
     watchdog: bool = False
+
+    @cached_property
+    def sent_as(self) -> Codec:
+        """The encoding of keys and values in messages; UnsupportedError for an unknown ``comm_dtype``."""
+        return codec(self.comm_dtype)
 
 
 def check_beside_folds(config: StepConfig) -> None:

@@ -144,13 +144,12 @@ def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
         route: str,
         shape: Shape,
         speeds: Speeds,
-        comm_dtype: str = "exact",
     ) -> tuple[Pass, Pass]:
         seen, way = mask.in_text(length, lengths), Route.parse(route, ranks)
         if shape.index is not None:
             return chosen_passes(split, seen, shape, speeds)
         alone = replace(shape, batch=1)
-        one = slowest_passes(split, seen, way, alone, speeds, comm_dtype)
+        one = slowest_passes(split, seen, way, alone, speeds)
         return repeated(shape.batch, one)
 
     return passes

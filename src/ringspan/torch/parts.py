@@ -145,7 +145,7 @@ def check_options(
     refuse_pairs(found, view.name)
     compute_dtype = compute_dtype_of(config)
     refuse_cast(model, compute_dtype)
-    refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
+    refuse_route(decoder.config, ring, config, tp)
     refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
     layered = decoder if view.head is None else model
     check_checkpointing(

@@ -1,8 +1,11 @@
 """What the cost model chooses where the answer is known, and that it counts what the schedule does."""
 
+from dataclasses import replace
+
 import pytest
 
 import ringspan as rs
+from ringspan.core.codec import codec
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.schedule.choice import choose_route
@@ -71,7 +74,9 @@ def test_queries_travel_when_they_are_the_smaller_message():
         assert choice.route == expected
         assert ("pass-q" in dict(choice.seconds)) == (expected == "pass-q")
     assert (
-        choose_route(layout, rs.full(), ODD, speeds, keys, comm_dtype="bfloat16").route
+        choose_route(
+            layout, rs.full(), replace(ODD, sent_as=codec("bfloat16")), speeds, keys
+        ).route
         == "ring"
     )
 

@@ -155,7 +155,6 @@ def test_no_rank_takes_much_longer_than_those_that_are_looked_at(
                 split.tokens_per_rank,
                 HEADS,
                 speeds,
-                "exact",
             )
             one = timing._walk(part, speeds, is_backward=is_backward)
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name

@@ -1,9 +1,11 @@
 """Attention's passes from few schedules against those of the ring itself."""
 
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
 
+from ringspan.core.codec import codec
 from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.route import Route
@@ -66,8 +68,14 @@ def test_a_large_inner_ring_is_drawn_on_from_small_ones(monkeypatch, layout, nod
     "route", ["ring", "bidirectional", "all-gather", "double-ring:4", "ulysses:2"]
 )
 def test_a_communication_dtype_changes_only_what_is_sent(route):
-    asked = "zigzag", 16 * 4096, 16, CAUSAL, route, SIZES, Speeds(4e14, 3e11, 5e10, 4)
-    exact, halved = attention_passes(*asked), attention_passes(*asked, "int8")
+    asked, speeds = (
+        ("zigzag", 16 * 4096, 16, CAUSAL, route),
+        Speeds(4e14, 3e11, 5e10, 4),
+    )
+    exact, halved, in_bfloat16 = (
+        attention_passes(*asked, replace(SIZES, sent_as=codec(name)), speeds)
+        for name in ("exact", "int8", "bfloat16")
+    )
     for one, other in zip(exact, halved, strict=True):
         assert (
             other.compute_seconds == one.compute_seconds
@@ -82,9 +90,7 @@ def test_a_communication_dtype_changes_only_what_is_sent(route):
         if "ulysses" not in route
         else sent / 2 < left < sent
     )
-    assert attention_passes(*asked, "bfloat16") == exact, (
-        "which numbers of two bytes are already"
-    )
+    assert in_bfloat16 == exact, "which numbers of two bytes are already"
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])

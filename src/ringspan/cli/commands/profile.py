@@ -71,6 +71,7 @@ def command(
     from ringspan.core.geometry.layout import Layout, layout_name
     from ringspan.core.names import checkpoint_name
     from ringspan.core.schedule.choice import check_segments
+    from ringspan.core.step_config import StepConfig
     from ringspan.measure.machine import default_ranks
     from ringspan.measure.trace.dry_run import hugging_face_config
     from ringspan.measure.trace.profile import profile_rank
@@ -111,7 +112,9 @@ def command(
     if not under_torchrun:
         refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
-    refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
+    refuse_route(
+        hugging_face_config(shape, length), setting.ring, StepConfig(route=route)
+    )
     profiles, is_first = on_ranks(
         profile_rank,
         lambda: (shape, setting, out, say),

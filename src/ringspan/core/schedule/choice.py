@@ -38,15 +38,13 @@ def choose_route(
     shape: Shape,
     speeds: Speeds,
     keys: Layout | None = None,
-    *,
-    comm_dtype: str = "exact",
 ) -> Choice:
     """Return the route that the model finds quickest; of two rings, fewer bytes unless one is clearly quicker.
 
-    ``comm_dtype`` is of keys and values in messages; any but ``exact`` rules out the ring of queries.
+    Keys and values that are sent in another form than they are computed in rule out the ring of queries.
     """
     plain, keys = "ring", keys or layout
-    if comm_dtype == "exact":
+    if shape.sent_as.is_exact:
         ends = sorted({0, layout.ranks - 1})
         plain = min(
             ("ring", "pass-q"),
@@ -58,9 +56,7 @@ def choose_route(
         others = (route for route in others if not route.startswith("ulysses"))
     candidates = dict.fromkeys(("ring", plain, *others))
     seconds = {
-        route: forward_pass(
-            layout, mask, route, shape, speeds, keys, comm_dtype=comm_dtype
-        ).seconds
+        route: forward_pass(layout, mask, route, shape, speeds, keys).seconds
         for route in candidates
     }
     best = min(seconds, key=lambda route: seconds[route])

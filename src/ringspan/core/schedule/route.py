@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ringspan.core.codec import Codec
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import described, is_a
 from ringspan.core.names import ROUTE_NAMES, RouteName
@@ -91,11 +92,11 @@ class Route:
         """The backward pass's route: keys and values are sent, as each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self
 
-    def check_comm_dtype(self, comm_dtype: str) -> None:
-        """Raise UnsupportedError for coded keys and values on a route that sends queries."""
-        if self.passes_queries and comm_dtype != "exact":
+    def check_sent_as(self, sent: Codec) -> None:
+        """Raise UnsupportedError for encoded keys and values on a route that sends queries."""
+        if self.passes_queries and not sent.is_exact:
             raise UnsupportedError(
-                f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "
+                f"comm_dtype {sent.name!r} is for keys and values, which stay where they are on the route pass-q; "
                 "use 'exact'"
             )
 

@@ -34,7 +34,6 @@ class Part:
     tokens: int = 0
     key_tokens: int = 0
     kernel: Kernel | None = None
-    comm_dtype: str = "exact"
     gradient_comm_dtype: str = "exact"
     head_groups: int = 1
     kv_itemsize: int | None = None

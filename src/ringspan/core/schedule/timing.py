@@ -48,8 +48,7 @@ def one_after_the_other(*each: Pass) -> Pass:
 
 
 def forward_pass(
-    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None, *,
-    comm_dtype: str = "exact",
+    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None,
 ) -> Pass:  # fmt: skip
     """Return the slowest rank's forward pass, see ``passes``."""
     return slowest(
@@ -61,7 +60,6 @@ def forward_pass(
             speeds,
             keys,
             is_backward=False,
-            comm_dtype=comm_dtype,
         )
     )
 
@@ -72,7 +70,7 @@ def slowest(each: Iterable[Pass]) -> Pass:
 
 def passes(
     layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None, *,
-    is_backward: bool, comm_dtype: str = "exact",
+    is_backward: bool,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """Time a pass on the ranks that may take longest; Ulysses groups add their exchange, never hidden."""
     keys = keys or layout
@@ -101,14 +99,12 @@ def passes(
     alone = {
         rank: one_after_the_other(_walk(part, speeds, is_backward=is_backward), traded)
         for rank, schedule in schedules.items()
-        for part in [_part(schedule, layout.tokens_per_rank, shape, speeds, comm_dtype)]
+        for part in [_part(schedule, layout.tokens_per_rank, shape, speeds)]
     }
     return tuple(map(alone.__getitem__, ranks))
 
 
-def _part(
-    schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds, comm_dtype: str
-) -> Part:
+def _part(schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds) -> Part:
     """Return a rank's part: all gathers but the first travel meanwhile."""
     groups = 1
     if schedule.gathered:
@@ -126,7 +122,7 @@ def _part(
             * shape.itemsize
             * tokens,
         )
-    return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
+    return Part(schedule, shape, head_groups=groups)
 
 
 def _slow_ranks(

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from ringspan.core.codec import codec
 from ringspan.core.geometry.ranges import Ranges, size
 from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
@@ -50,7 +49,7 @@ class Walk:
         # The own block is part of the inputs, so it takes no bytes.
         self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))
         self.numbers = shape.query_numbers if queries else shape.kv_numbers
-        sent = codec(part.comm_dtype)
+        sent = shape.sent_as
         self.is_scaled = sent.is_scaled
         self.is_converted = sent.converts(shape.itemsize)
         self.factors = (

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
+from ringspan.core.codec import EXACT, Codec
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.core.schedule.route import Heads
@@ -36,6 +37,8 @@ class Shape:
     # Numbers per token of the latents that travel instead of all heads' keys and values; 0 if these travel.
     latent_dim: int = 0
     index: Index | None = None
+    sent_as: Codec = EXACT
+    """The encoding of keys and values in messages."""
 
     @property
     def sum_itemsize(self) -> int:

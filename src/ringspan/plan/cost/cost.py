@@ -7,7 +7,6 @@ parallelism.
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ringspan.core.codec import codec
 from ringspan.core.costs import training_flops
 from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
@@ -372,7 +371,7 @@ class _LayerTimes:
         setting, length = self.setting, self.setting.fold.length
 
         def both(mask: LayerMask, speeds: Speeds) -> tuple[Pass, Pass]:
-            way = setting.route_of(kind), sizes, speeds, setting.comm_dtype
+            way = setting.route_of(kind), sizes, speeds
             return self.passes(setting.layout, length, setting.ring, mask, *way)
 
         if kind.index is not None:
@@ -407,6 +406,7 @@ class _LayerTimes:
                 setting.number_bytes,
                 setting.latent_dim(kind),
                 kind.index,
+                setting.sent_as,
             ),
             Speeds(
                 self.peak * device.attention_efficiency,
@@ -501,7 +501,7 @@ def block_tokens_for_overlap(
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
     sent, kind = (
-        codec(setting.comm_dtype).sent_itemsize(setting.number_bytes),
+        setting.sent_as.sent_itemsize(setting.number_bytes),
         shape.attention,
     )
     share = kind.kv_heads / kind.heads

@@ -6,10 +6,10 @@ from functools import lru_cache
 from math import gcd
 from typing import Final
 
-from ringspan.core.codec import codec
+from ringspan.core.codec import EXACT, Codec
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
-from ringspan.core.names import CommDtypeName, LayoutName
+from ringspan.core.names import LayoutName
 from ringspan.core.schedule.events import backward
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
@@ -60,14 +60,14 @@ def loop_bytes(
     groups: int,
     number_bytes: int,
     gradient_bytes: int | None = None,
-    comm_dtype: CommDtypeName = "exact",
+    sent_as: Codec = EXACT,
     *,
     in_place: bool = True,
 ) -> Held:
     """Return the bytes per token of the first or last rank, whichever holds more, for a causal mask without Ulysses.
 
     Numbers of a token over all heads, in ``groups`` that run in turn; keys and values together are sent as
-    ``comm_dtype``, dk and dv have ``gradient_bytes`` if more than ``number_bytes``. ``in_place``: see ``Part``.
+    ``sent_as``, dk and dv have ``gradient_bytes`` if more than ``number_bytes``. ``in_place``: see ``Part``.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
@@ -75,7 +75,7 @@ def loop_bytes(
     # While a group computes, gathered passes also hold the keys of the next and the gradients of the last.
     groups_held = min(groups, 3 if route.name == "all-gather" else 2)
     return _share(
-        layout, ranks, route, *shares, groups_held, types, comm_dtype, in_place
+        layout, ranks, route, *shares, groups_held, types, sent_as, in_place
     ).times(unit / groups)
 
 
@@ -88,7 +88,7 @@ def tile_pairs(layout: LayoutName, tokens: int) -> int:
 @lru_cache(maxsize=1024)
 def _share(
     layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int,
-    types: tuple[int, int], comm_dtype: CommDtypeName, in_place: bool,
+    types: tuple[int, int], sent_as: Codec, in_place: bool,
 ) -> Held:  # fmt: skip
     """Return the bytes per token of a loop whose query and key numbers have no common factor, walked event by event.
 
@@ -96,7 +96,7 @@ def _share(
     half of it, and a large node is replaced by a smaller one. Of a causal mask the first or the last rank holds most.
     """
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
-    rest = query_numbers, kv_numbers, groups, types, comm_dtype, in_place
+    rest = query_numbers, kv_numbers, groups, types, sent_as, in_place
     if ranks > large:
         most, less = (_share(layout, n, route, *rest) for n in (large, small))
         beyond = (ranks - large) / (large - small)
@@ -106,16 +106,17 @@ def _share(
         nodes = ranks // route.inner
         inner = _MOST_RANKS // nodes
         return _share(layout, nodes * inner, replace(route, inner=inner), *rest)
-    tokens = _MANY_TOKENS if codec(comm_dtype).is_scaled else _TOKENS
+    tokens = _MANY_TOKENS if sent_as.is_scaled else _TOKENS
     split = Layout(layout, tokens * ranks, ranks)
-    shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
+    shape = Shape(
+        1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0], sent_as=sent_as
+    )
     parts = (
         Part(
             make_schedule(split, causal(), rank, None, route),
             shape,
             tokens,
             tokens,
-            comm_dtype=comm_dtype,
             head_groups=groups,
             kv_itemsize=types[1],
             in_place=in_place,

@@ -489,7 +489,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
         groups,
         between,
         *sizes,
-        setting.comm_dtype,
+        setting.sent_as,
         in_place=setting.on_gpu,
     )
     held = per_token.times(tokens)
@@ -555,7 +555,7 @@ def _latent_backward_bytes(
         1,
         a,
         a,
-        setting.comm_dtype,
+        setting.sent_as,
     ).times(tokens)
     both = kind.head_dim + kind.value_dim
     group = kind.heads // _head_groups(

@@ -28,7 +28,7 @@ _FEW_TOKENS: Final = 256
 
 # A function that times forward and backward of one causal attention on the slowest rank, like ``attention_passes``.
 Passes = Callable[
-    [LayoutName, int, int, LayerMask, str, Shape, Speeds, str], tuple[Pass, Pass]
+    [LayoutName, int, int, LayerMask, str, Shape, Speeds], tuple[Pass, Pass]
 ]
 
 
@@ -41,7 +41,6 @@ def seen_pairs(kind: LayerKind, length: int) -> int:
 
 def even_passes(
     layout: LayoutName, length: int, ranks: int, mask: LayerMask, route: str, shape: Shape, speeds: Speeds,
-    comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
     pairs = (
@@ -60,7 +59,6 @@ def even_passes(
 @lru_cache(maxsize=1024)
 def attention_passes(
     layout: LayoutName, length: int, ranks: int, mask: LayerMask, route: str, shape: Shape, speeds: Speeds,
-    comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return both passes of a causal attention on the slowest rank; without windows one schedule serves all lengths."""
     if shape.index is not None:
@@ -74,7 +72,6 @@ def attention_passes(
             route,
             replace(shape, batch=1),
             speeds,
-            comm_dtype,
         )
         return repeated(shape.batch, one)
     way = Route.parse(route, ranks)
@@ -95,11 +92,11 @@ def attention_passes(
             inter_node_bytes=speeds.inter_node_bytes / times,
         )
         forward, backward = attention_passes(
-            layout, usual.length, ranks, mask, route, shape, slower, comm_dtype
+            layout, usual.length, ranks, mask, route, shape, slower
         )
         return _with_bytes(forward, times), _with_bytes(backward, times)
     seen = mask.of_document(length)
-    return slowest_passes(split, seen, way, shape, speeds, comm_dtype)
+    return slowest_passes(split, seen, way, shape, speeds)
 
 
 def slowest_passes(
@@ -108,15 +105,10 @@ def slowest_passes(
     route: Route,
     shape: Shape,
     speeds: Speeds,
-    comm_dtype: str,
 ) -> tuple[Pass, Pass]:
     """Return forward and backward on the rank that takes longest."""
     forward, backward = (
-        slowest(
-            _passes(
-                layout, mask, route, shape, speeds, comm_dtype, is_backward=is_backward
-            )
-        )
+        slowest(_passes(layout, mask, route, shape, speeds, is_backward=is_backward))
         for is_backward in (False, True)
     )
     return forward, backward
@@ -146,7 +138,6 @@ def _passes(
     route: Route,
     shape: Shape,
     speeds: Speeds,
-    comm_dtype: str,
     *,
     is_backward: bool,
 ) -> Iterable[Pass]:
@@ -176,7 +167,6 @@ def _passes(
             shape,
             speeds,
             is_backward=is_backward,
-            comm_dtype=comm_dtype,
         )
 
     def smaller(groups: int) -> tuple[Pass, ...]:
@@ -196,7 +186,6 @@ def _passes(
             shape,
             nearer,
             is_backward=is_backward,
-            comm_dtype=comm_dtype,
         )
 
     beyond = (groups - large) / (large - small)

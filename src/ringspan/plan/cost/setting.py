@@ -8,11 +8,9 @@ from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import (
-    COMM_DTYPE_NAMES,
     ChunkTokens,
     LayoutName,
     checkpoint_name,
-    find_name,
     offload_name,
 )
 from ringspan.core.schedule.choice import check_segments, sends_latents
@@ -139,7 +137,7 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         raise UnsupportedError(
             f"folds={setting.folds}: {shape.name} has towers that see or hear, which folds do not take yet; use folds=1"
         )
-    if shape.has_index and (setting.folds > 1 or setting.comm_dtype != "exact"):
+    if shape.has_index and (setting.folds > 1 or not setting.sent_as.is_exact):
         option = (
             f"folds={setting.folds}"
             if setting.folds > 1
@@ -155,9 +153,7 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         raise ConfigError(
             "offload moves what checkpointing keeps; use checkpoint='attention' or 'full'"
         )
-    setting.way.check_comm_dtype(
-        find_name("comm_dtype", setting.comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
-    )
+    setting.way.check_sent_as(setting.sent_as)
     local = shape.split(setting.tp)
     for kind in local.counted(local.layers):
         if kind.attends:

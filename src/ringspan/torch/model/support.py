@@ -14,8 +14,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.schedule.route import Route, member_heads
+from ringspan.core.step_config import StepConfig
 from ringspan.torch.engine import kernels
-from ringspan.torch.engine.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.engine.kernels.contract import Scores
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.layers.blockwise.head import (
@@ -167,16 +167,16 @@ def refuse_config(config: PreTrainedConfig) -> None:
 
 
 def refuse_route(
-    config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1
+    config: PreTrainedConfig, ranks: int, asked: StepConfig, tp: int = 1
 ) -> None:
     """Raise UnsupportedError for an unknown route or dtype, or one that does not fit the ring and the heads."""
-    check_comm_dtype(comm_dtype, "exact")
-    if route == "auto":
+    sent = asked.sent_as
+    if asked.route == "auto":
         return
-    way = Route.parse(route, ranks)
+    way = Route.parse(asked.route, ranks)
     for heads, kv_heads in set(head_counts(config)):
         member_heads(heads // tp, kv_heads // tp, way.ulysses)
-    way.check_comm_dtype(comm_dtype)
+    way.check_sent_as(sent)
 
 
 def refuse_kernel(

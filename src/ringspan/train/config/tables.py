@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ringspan.core.codec import codec
 from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.extras import installed, require
@@ -426,8 +427,8 @@ class TrainConfig(Table):
             )
         if self.attention.route != "auto":
             try:
-                Route.parse(self.attention.route, ring).check_comm_dtype(
-                    self.attention.comm_dtype
+                Route.parse(self.attention.route, ring).check_sent_as(
+                    codec(self.attention.comm_dtype)
                 )
             except UnsupportedError as error:
                 raise ConfigError(f"attention.route: {error}") from None

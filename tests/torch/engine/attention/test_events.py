@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringspan as rs
+from ringspan.core.codec import codec
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import (
     COMM_DTYPE_NAMES,
@@ -226,7 +227,7 @@ def both(part, loop, arguments, kernel, **options):
     """What a pass of one rank logs and holds at most beside its results: by the loop, and by the events."""
     tracker, exchange, calls = MemoryTracker(), Alone(), []
     codes = {
-        "comm_dtype": part.comm_dtype,
+        "comm_dtype": part.shape.sent_as.name,
         "gradient_comm_dtype": part.gradient_comm_dtype,
     }
     spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
@@ -347,14 +348,14 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
     assume(dtype == torch.float32 or kernel not in OF_CUDA)
     way, sums = Route.parse(route, ranks), accumulation_dtype(dtype)
     tokens, key_tokens = (one.tokens_of(rank) for one in split)
-    shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize)
+    sent_as = codec("exact" if way.passes_queries else comm_dtype)
+    shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize, sent_as=sent_as)
     part = steps.Part(
         make_schedule(split[0], mask, rank, split[1], way),
         shape,
         tokens,
         key_tokens,
         head_groups=head_groups,
-        comm_dtype="exact" if way.passes_queries else comm_dtype,
         gradient_comm_dtype=gradient_comm_dtype,
         in_place=in_place,
     )

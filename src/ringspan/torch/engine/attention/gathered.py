@@ -21,7 +21,7 @@ from ringspan.torch.engine.attention.block import (
     PartialBlock,
 )
 from ringspan.torch.engine.attention.calls import Calls, calls_of
-from ringspan.torch.engine.attention.comm_dtype import decode, encode, sent_as
+from ringspan.torch.engine.attention.encoding import decode, encode, sent_dtype
 from ringspan.torch.engine.attention.part import (
     Coming,
     Ring,
@@ -146,8 +146,8 @@ class _Group:
         self._transfers: list[Transfer] = []
         self._coming: list[Coming] = []
         message = MESSAGES_PER_HOP * number
-        is_exact = sent_as(ring.spec.comm_dtype, k.dtype) == (k.dtype, False)
-        if is_exact and not rules_of(k.device).cuts_for_cores:
+        has_to_convert = ring.spec.sent_as.converts(k.dtype.itemsize)
+        if not has_to_convert and not rules_of(k.device).cuts_for_cores:
             self._exchange(message)
         else:
             self._coming = self._post_packed(message)
@@ -198,10 +198,10 @@ class _Group:
     def _post_packed(self, message: int) -> list[Coming]:
         """Send other ranks the ranges of own keys that they read, encoded once, and start to receive theirs."""
         ring, own = self._ring, self._own
-        hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
-        dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
+        hops, codec = ring.schedule.hops, ring.spec.sent_as
+        dtype = sent_dtype(codec, own.k.dtype)
         wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
-        coded = encode(own, comm_dtype) if wanted else own
+        coded = encode(own, codec) if wanted else own
         packed = {
             ranges: coded.pack(ranges, ring.exchange.empty)
             for ranges in dict.fromkeys(r for _, r in wanted)
@@ -209,7 +209,7 @@ class _Group:
         sends = [(peer, packed[ranges]) for peer, ranges in wanted]
         arrivals = (hop.arrives for hop in hops[1:])
         receives = [
-            (peer, PackedSpec.of(ranges, own.k, own.v, dtype, is_scaled))
+            (peer, PackedSpec.of(ranges, own.k, own.v, dtype, codec.is_scaled))
             for peer, ranges in arrivals
         ]
         return post(ring, sends, receives, message)

@@ -11,14 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
-from ringspan.core.errors import LayoutError
+from ringspan.core.codec import Codec, codec
+from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import (
+    GRADIENT_COMM_DTYPE_NAMES,
     CommDtypeName,
     GradientCommDtypeName,
     KernelName,
     LayoutName,
+    find_name,
 )
 from ringspan.core.schedule.choice import Choice, choose_route
 from ringspan.core.schedule.route import Route, member_heads
@@ -31,7 +34,6 @@ from ringspan.torch.engine.attention.arguments import (
     check_tensors,
     find_group,
 )
-from ringspan.torch.engine.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.engine.kernels import check_name
 from ringspan.torch.engine.kernels.device import rules_of
@@ -71,7 +73,13 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         check_plain(name, tensor)
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
     check_tensors(q, k, v)
-    check_comm_dtype(asked.comm_dtype, asked.gradient_comm_dtype)
+    sent = codec(asked.comm_dtype)
+    find_name(
+        "gradient_comm_dtype",
+        asked.gradient_comm_dtype,
+        GRADIENT_COMM_DTYPE_NAMES,
+        UnsupportedError,
+    )
     check_name(asked.kernel)
     check_scores(asked.scale, asked.softcap)
     check_heads(q, asked.slopes, asked.sinks)
@@ -93,10 +101,10 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         raise
     mask, route = find_mask(asked.mask), asked.route
     if route == "auto":
-        route = _choose(layout, keys, mask, q, k, v, asked.comm_dtype)
+        route = _choose(layout, keys, mask, q, k, v, sent)
     way = Route.parse(route, ranks)
     member_heads(q.shape[1], k.shape[1], way.ulysses)
-    way.check_comm_dtype(asked.comm_dtype)
+    way.check_sent_as(sent)
     spec = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale),
         softcap=float(asked.softcap or 0.0),
@@ -160,7 +168,7 @@ def _choose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    comm_dtype: str,
+    sent: Codec,
 ) -> str:
     """Return the quickest route for these sizes at the assumed speeds of the device, and log the reason once."""
     rules = rules_of(q.device)
@@ -168,9 +176,15 @@ def _choose(
     per_node = min(layout.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks)))
     speeds = Speeds(*rules.assumed_speeds, per_node, on_cpu=rules.cuts_for_cores)
     shape = Shape(
-        len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize
+        batch=len(q),
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=k.shape[-1],
+        value_dim=v.shape[-1],
+        itemsize=k.dtype.itemsize,
+        sent_as=sent,
     )
-    choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
+    choice = choose_route(layout, mask, shape, speeds, keys)
     if choice not in _logged:
         _logged.add(choice)
         _log.info("%s", choice.reason)

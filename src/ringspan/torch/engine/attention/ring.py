@@ -24,7 +24,7 @@ from ringspan.torch.engine.attention.block import (
     RunningSum,
 )
 from ringspan.torch.engine.attention.calls import calls_of
-from ringspan.torch.engine.attention.comm_dtype import decode, encode, sent_as
+from ringspan.torch.engine.attention.encoding import decode, encode, sent_dtype
 from ringspan.torch.engine.attention.part import (
     Coming,
     Ring,
@@ -62,7 +62,7 @@ def _forms(
         block = own.nothing if coded is None else decode(coded, own.k.dtype)
         return block, coded
     if any(send.ranges for _, send in hop.sends):
-        return own, encode(own, ring.spec.comm_dtype)
+        return own, encode(own, ring.spec.sent_as)
     return own, own
 
 
@@ -75,10 +75,10 @@ def _send_on(
     under_way: dict[int, Coming],
 ) -> None:
     """Post the hops that follow a hop: parts of its block, and of the own one to ranks that it reaches straight."""
-    hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
-    dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
+    hops, codec = ring.schedule.hops, ring.spec.sent_as
+    dtype = sent_dtype(codec, own.k.dtype)
     is_straight = any(send.ranges for send in hop.straight)
-    mine = encode(own, comm_dtype) if is_straight else own
+    mine = encode(own, codec) if is_straight else own
     packed: dict[Ranges, Block] = {}
     for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
         source, carried = hops[index].arrives
@@ -94,7 +94,7 @@ def _send_on(
             sends.append(
                 (straight.peer, mine.pack(straight.ranges, ring.exchange.empty))
             )
-        spec = PackedSpec.of(carried, own.k, own.v, dtype, is_scaled)
+        spec = PackedSpec.of(carried, own.k, own.v, dtype, codec.is_scaled)
         message = MESSAGES_PER_HOP * (number * len(hops) + index)
         under_way[index], *_ = post(ring, sends, [(source, spec)], message)
         del sends

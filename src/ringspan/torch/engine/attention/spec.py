@@ -1,9 +1,10 @@
 """Non-tensor arguments of an attention as text, which torch traces as a constant: it has padding, but no lengths."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
+from ringspan.core.codec import Codec, codec
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName
 
@@ -43,6 +44,11 @@ class AttentionSpec:
             f"padding={self.padding} key_padding={self.key_padding} route={self.route} comm_dtype={self.comm_dtype} "
             f"gradient_comm_dtype={self.gradient_comm_dtype} kernel={self.kernel} group={self.group}"
         )
+
+    @cached_property
+    def sent_as(self) -> Codec:
+        """The encoding of keys and values in messages."""
+        return codec(self.comm_dtype)
 
     @staticmethod
     @lru_cache(maxsize=256)

@@ -5,9 +5,7 @@ from typing import Final
 
 import torch
 
-from ringspan.core.codec import codec
-from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, find_name
+from ringspan.core.codec import Codec
 from ringspan.torch.engine.attention.block import Block, PackedSpec
 
 # The dtype of each code, and its largest value if it is scaled (``core.codec``).
@@ -18,28 +16,17 @@ _CODES: Final[dict[str, tuple[torch.dtype, float | None]]] = {
 }
 
 
-def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
-    find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
-    find_name(
-        "gradient_comm_dtype",
-        gradient_comm_dtype,
-        GRADIENT_COMM_DTYPE_NAMES,
-        UnsupportedError,
-    )
+def sent_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sends numbers of ``dtype``."""
+    coded, _ = _CODES.get(codec.name, (dtype, None))
+    return coded
 
 
-def sent_as(comm_dtype: str, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
-    """Return the dtype that sends numbers of ``dtype``, and whether factors come with them."""
-    sent = codec(comm_dtype)
-    coded, _ = _CODES.get(comm_dtype, (dtype, None))
-    return coded, sent.is_scaled
-
-
-def encode(block: Block, comm_dtype: str) -> Block:
+def encode(block: Block, codec: Codec) -> Block:
     """Encode a block for sending, packed; ``float8`` and ``int8`` are scaled by each head's largest value."""
-    if comm_dtype == "exact":
+    if codec.is_exact:
         return block
-    dtype, largest = _CODES[comm_dtype]
+    dtype, largest = _CODES[codec.name]
     if largest is None:
         return block.to(dtype)
     coded = PackedSpec.of(block.ranges, block.k, block.v, dtype, scaled=True).empty()
