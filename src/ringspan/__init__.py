@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.engine.attention.op import ring_attention
     from ringspan.torch.from_pretrained import from_pretrained
+    from ringspan.torch.mechanisms.routes.recording import token_routes
     from ringspan.torch.mechanisms.trees.batch import share_prefixes
     from ringspan.torch.model.memory.adamw import HostAdamW
     from ringspan.torch.model.named_weights import named_weights
@@ -75,6 +76,7 @@ _NAMES = {
     "torch.from_pretrained": ("from_pretrained",),
     "torch.model.memory.adamw": ("HostAdamW",),
     "torch.mechanisms.trees.batch": ("share_prefixes",),
+    "torch.mechanisms.routes.recording": ("token_routes",),
     "torch.model.named_weights": ("named_weights",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
     "torch.model.tasks.causal_lm": ("token_logprobs",),
@@ -104,5 +106,5 @@ __all__ = [
     "RingspanError", "Span", "UnsupportedError", "balanced", "blockwise_cross_entropy", "causal", "chunked",
     "documents", "frames", "from_pretrained", "full", "global_sum", "init_mesh", "loader", "map_mesh", "named_weights",
     "parallelize", "prefix_lm", "ring_attention", "sampler", "shard", "shard_batch", "shard_features", "share_prefixes",
-    "sliding_window", "token_logprobs", "tree", "unshard",
+    "sliding_window", "token_logprobs", "token_routes", "tree", "unshard",
 ]  # fmt: skip

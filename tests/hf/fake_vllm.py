@@ -2,15 +2,19 @@
 
 import json
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch.nn.functional import log_softmax
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from tests.every_model.weights import stored
@@ -34,6 +38,9 @@ class FakeVLLM(ThreadingHTTPServer):
         # By path, what is called before the answer to a request of that number.
         self.before: dict[str, tuple[int, Any]] = {}
         self.rows = 0
+        # What the endpoint of tokens says of routes: the model's, others, or none.
+        self.routes = "own"
+        self.missing: set[str] = set()  # paths that it does not have
         self.lock = threading.Lock()
 
     def stop(self) -> None:
@@ -60,6 +67,42 @@ class FakeVLLM(ThreadingHTTPServer):
                 generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
                 choices.append(_choice(prompt, *drawn(model, prompt, asked, generator)))
         return choices
+
+    def with_routes(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A choice as the endpoint of tokens gives it; the last token was never computed."""
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        content = [
+            {"token": f"token_id:{token}", "logprob": found, "top_logprobs": []}
+            for token, found in zip(choice["token_ids"], logprobs, strict=True)
+        ]
+        answer = {"token_ids": choice["token_ids"], "logprobs": {"content": content}}
+        if self.routes == "none":
+            return answer
+        routes = routes_of(self.model, ids)[:-1]
+        if self.routes == "others":  # as of another precision
+            routes = (routes + 1) % self.model.config.num_local_experts
+        file = BytesIO()
+        np.save(file, routes.astype(np.uint8))
+        return answer | {"routed_experts": b64encode(file.getvalue()).decode()}
+
+
+def routes_of(model: Any, ids: list[int]) -> np.ndarray:
+    """The experts (tokens, layers, K) that a model's routers choose, each layer by one ``topk``."""
+    chosen: list[torch.Tensor] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **kwargs or {})
+            if func is torch.topk:
+                chosen.append(found.indices)
+            return found
+
+    with torch.no_grad(), Seen():
+        model(input_ids=torch.tensor([ids]))
+    return torch.stack(chosen, 1).numpy()
 
 
 def take(model: Any, found: dict[str, Any]) -> None:
@@ -140,6 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             threading.Thread(target=server.stop).start()
             return
+        if self.path in server.missing:
+            self._answer(404, {"detail": "Not Found"})
+            return
         with server.lock:
             try:
                 self._answer(200, self._do(asked))
@@ -157,6 +203,15 @@ class _Handler(BaseHTTPRequestHandler):
                 choices = server.complete(asked)
                 server.rows += len(choices)
                 return {"choices": choices}
+            case "/inference/v1/generate":
+                sampled = asked["sampling_params"]
+                whole = sampled | {
+                    "model": asked["model"],
+                    "prompt": asked["token_ids"],
+                }
+                choices = server.complete(whole)
+                server.rows += len(choices)
+                return {"choices": [server.with_routes(each) for each in choices]}
             case "/collective_rpc":
                 assert asked["method"] == "reload_weights"
                 server.reload(Path(asked["kwargs"]["weights_path"]))

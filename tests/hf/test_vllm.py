@@ -168,8 +168,9 @@ def ended(
         "vllm_server_timeout": 0,
         "bf16": False,
     }
-    ring = {"vllm_weights_folder": folder} | ring
-    trainer = grpo(mesh, "llama", ring, folder, given | options)
+    ring, options = {"vllm_weights_folder": folder} | ring, dict(options)
+    model = options.pop("model", "llama")
+    trainer = grpo(mesh, model, ring, folder, given | options)
     client = getattr(trainer.vllm_generation, "vllm_client", None)
     if client is not None:  # TRL's own waits between retries are a minute
         for adapter in client.session.adapters.values():

@@ -10,7 +10,8 @@ STATES: Final = "states"
 MEDIA: Final = "media"
 FOLDS: Final = "folds"
 TREES: Final = "trees"
-NAMES: Final = (CHOSEN_KEYS, STATES, MEDIA, FOLDS, TREES)
+ROUTES: Final = "routes"
+NAMES: Final = (CHOSEN_KEYS, STATES, MEDIA, FOLDS, TREES, ROUTES)
 
 
 class Conflict(NamedTuple):
@@ -40,6 +41,9 @@ CONFLICTS: Final[Mapping[frozenset[str], Conflict]] = {
     ),
     frozenset((TREES, MEDIA)): Conflict(
         "images and sound belong to rows of their own", _NO_TREE
+    ),
+    frozenset((TREES, ROUTES)): Conflict(
+        "a shared token has one route, and its rows may have several", _NO_TREE
     ),
 }
 

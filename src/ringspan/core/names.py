@@ -15,6 +15,7 @@ OffloadName = Literal["none", "activations"]
 IndexLossName = Literal["none", "dense", "sparse"]
 # How a step's sequences are dealt to the replicas that work at the same time.
 BalanceName = Literal["none", "flops"]
+ReplayName = Literal["rollout", "old"]
 CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
 GradientCommDtypeName = Literal["exact", "bfloat16"]
 CacheDtypeName = Literal["float32", "bfloat16", "fp8", "int8", "int4"]

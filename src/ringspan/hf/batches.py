@@ -31,6 +31,7 @@ from transformers.modeling_outputs import (
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.config import RingConfig
 from ringspan.hf.refusals import refuse_loss_options
+from ringspan.hf.routes import routed
 from ringspan.torch.data.padding import IGNORED, real_tokens, refuse_targets_of_padding
 from ringspan.torch.data.targets import Targets
 from ringspan.torch.generate.cache.cache import RingCache
@@ -69,6 +70,8 @@ class WholeBatches:
     ring_autocast: Callable[..., AbstractContextManager[Any]] | None = None
     ring_wants_logits = False  # True if a pass with labels returns logits too
     ring_checkpoint: str
+    # Routes of the rows that a trainer has generated (``KeptRoutes``); None if it replays none.
+    ring_kept_routes: Any = None
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
@@ -218,6 +221,16 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     ``whole_logits`` asks: logits (B, S, V) gathered from local ones, and with labels the evaluation loss from them.
     """
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
+    with routed(model, whole) as keep:
+        local, output = _passed(model, call, whole, kwargs)
+        keep(local)
+    return output
+
+
+def _passed(
+    model: Any, call: Callable[..., Any], whole: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """Split a whole batch and run it; return this rank's part of the batch, and the output."""
     is_fused, count = kwargs.pop("fused_lm_head", False), None
     least, shared = model.ring_min_shared, None
     with preparing(model.ring_mesh, "a forward pass"):
@@ -237,10 +250,10 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 
     taken = _Pass(model, call, whole, local, shared, count, kwargs)
     if is_fused:
-        return taken.fused()
+        return local, taken.fused()
     if local.get("shift_labels") is not None and not model.ring_wants_logits:
-        return taken.loss()
-    return taken.logits()
+        return local, taken.loss()
+    return local, taken.logits()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.numbers import check_whole
-from ringspan.core.names import BalanceName
+from ringspan.core.names import BalanceName, ReplayName
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import init_mesh
@@ -31,10 +31,14 @@ class RingConfig(StepConfig):
         vllm_weights_folder: where weights are left for a vLLM server that NCCL does not reach: shared memory on its
             host, or a shared disk.
         vllm_adapter_only: hand only the adapter to the vLLM server, by that folder.
+        replay_routes: let mixtures of experts train on the routes that tokens took when they were written: the routes
+            that the vLLM server returns (``rollout``), or that the pass for the old log-probabilities chose (``old``).
+            Experts' weights come from the live scores.
 
     Raises:
-        ConfigError: an unknown ``balance``; ``vllm_adapter_only`` without a folder; when a trainer is made, sizes that
-            do not give the number of ranks.
+        ConfigError: an unknown ``balance`` or ``replay_routes``; ``vllm_adapter_only`` without a folder;
+            ``replay_routes`` with ``shared_prefix``; when a trainer is made, sizes that do not give the number of
+            ranks.
     """
 
     ring: int | None = None
@@ -46,11 +50,21 @@ class RingConfig(StepConfig):
     min_shared_tokens: int = 64
     vllm_weights_folder: str | None = None
     vllm_adapter_only: bool = False
+    replay_routes: ReplayName | None = None
 
     def __post_init__(self) -> None:
         if self.balance not in get_args(BalanceName):
             raise ConfigError(
                 f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}"
+            )
+        if self.replay_routes not in (None, *get_args(ReplayName)):
+            raise ConfigError(
+                f"replay_routes={self.replay_routes!r}; use one of {', '.join(get_args(ReplayName))}, or None"
+            )
+        if self.replay_routes is not None and self.shared_prefix:
+            raise ConfigError(
+                f"replay_routes={self.replay_routes!r} does not go with shared_prefix=True: a shared token has one "
+                "route, and its rows may have several; leave one of the two out"
             )
         check_whole("min_shared_tokens", self.min_shared_tokens)
         if self.vllm_adapter_only and self.vllm_weights_folder is None:

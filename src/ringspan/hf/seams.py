@@ -18,6 +18,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.progress import load_adapter, random_state_folder
 from ringspan.hf.rollouts import of_first, rollout_of_replica
+from ringspan.hf.routes import begin_routes
 
 if TYPE_CHECKING:
 
@@ -53,6 +54,7 @@ _GONE: Final = type(None)
 
 class TrainerSeams(_Trainer):
     def _generate_and_score_completions(self: Any, inputs: object) -> Any:
+        begin_routes(self.model)
         with rollout_of_replica(self):
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -41,6 +41,7 @@ from ringspan.hf.rollouts import (
     generation_of_rings,
     share_rollouts,
 )
+from ringspan.hf.routes import keep_routes
 from ringspan.hf.seams import (
     OwnParts,
     TrainerSeams,
@@ -165,6 +166,7 @@ class RingTrainerMixin(TrainerSeams):
         for callback in self.callback_handler.callbacks:
             refuse_callback(callback)
         share_rollouts(self)
+        keep_routes(self, self.ring)
         agree_on(self)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:

@@ -15,6 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ringspan.core.errors import ConfigError
 from ringspan.hf.config import RingConfig
+from ringspan.hf.routes import KeptRoutes
 from ringspan.hf.vllm_client import RingVLLMClient, answering, folder_in
 from ringspan.torch.engine.transport.collectives import gather, gather_over
 from ringspan.torch.model.adapters import base_of, is_peft
@@ -35,6 +36,8 @@ class RingVLLMGeneration(VLLMGeneration):
         base: Any = base_of(model)
         self.ring, self.ring_mesh = ring, base.ring_mesh
         self._weights: NamedWeights | None = None
+        # Routes of what the server wrote; None if the trainer replays none.
+        self.ring_kept_routes: KeptRoutes | None = None
         super().__init__(*args, **kwargs)
 
     @property
@@ -146,15 +149,29 @@ class RingVLLMGeneration(VLLMGeneration):
         place = self.ring_mesh.get_local_rank("replicate")
         start = sum(len(one) for one, _ in asked[:place])
         mine = slice(start, start + len(prompts))
-        return tuple(None if column is None else column[mine] for column in result)
+        columns = tuple(
+            None if column is None else column[mine] for column in result[:-1]
+        )
+        routes = result[-1]
+        if routes is not None and self.ring_kept_routes is not None:
+            self._keep(columns[0], columns[1], routes[mine])
+        return columns
+
+    def _keep(self, prompts: Any, completions: Any, routes: Any) -> None:
+        """Keep the routes of this replica's rows for the passes that train on them."""
+        assert self.ring_kept_routes is not None
+        for prompt, completion, each in zip(prompts, completions, routes, strict=True):
+            self.ring_kept_routes.keep([*prompt, *completion], each)
 
     def _ask_for(
         self, asked: list[Any], num_generations: int, profiler: Any
     ) -> tuple[Any, ...]:
         prompts = [prompt for one, _ in asked for prompt in one]
         images = [image for one, found in asked for image in found or [None] * len(one)]
-        with self._as_one_process(), answering(self.vllm_client.base_url):
-            return super().generate(prompts, images, num_generations, profiler)
+        client = self.vllm_client
+        with self._as_one_process(), answering(client.base_url):
+            columns = super().generate(prompts, images, num_generations, profiler)
+        return (*columns, client.routes if client.with_routes else None)
 
     @contextmanager
     def _as_one_process(self) -> Iterator[None]:
@@ -228,7 +245,11 @@ class RingVLLMGeneration(VLLMGeneration):
                 )
             if self.is_first:
                 client = RingVLLMClient(
-                    url, self.group_port, self.server_timeout, folder
+                    url,
+                    self.group_port,
+                    self.server_timeout,
+                    folder,
+                    with_routes=self.ring.replay_routes == "rollout",
                 )
                 client.prepare(self.accelerator.device, vocabulary)
                 self.vllm_client = client

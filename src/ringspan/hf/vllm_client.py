@@ -1,12 +1,17 @@
 """A server of vLLM, as the first rank speaks to it: TRL's client, with a folder for weights that NCCL cannot send."""
 
 import tempfile
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import requests
+import torch
+from torch import Tensor
 from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
@@ -16,6 +21,7 @@ from ringspan.torch.model.named_weights import WeightMeta
 
 _ADAPTER: Final = "ringspan-adapter-"  # name of an adapter at the server, before the number of its update
 _UPDATE_SECONDS: Final = 1800.0
+_TOKENS: Final = "/inference/v1/generate"
 
 
 @contextmanager
@@ -34,9 +40,18 @@ class RingVLLMClient(VLLMClient):
     """TRL's client, with errors of one line; ``folder`` is where weights are left for the server, if anywhere."""
 
     def __init__(
-        self, url: str, group_port: int, timeout: float, folder: str | None
+        self,
+        url: str,
+        group_port: int,
+        timeout: float,
+        folder: str | None,
+        *,
+        with_routes: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder, self.with_routes = folder, with_routes
+        # Coded routes of the last answer's completions, by the identity of their prompt's list.
+        self._routed: dict[int, list[str | None]] = {}
+        self.routes: list[Tensor] = []
         self.updates = 0
         with without_vllm(), answering(url):
             super().__init__(
@@ -76,6 +91,47 @@ class RingVLLMClient(VLLMClient):
             f"{self.base_url}/v1/completions", json=asked, timeout=60
         )
         return answer.status_code == 200
+
+    def generate(
+        self, prompts: Any, *args: Any, features: Any = None, **options: Any
+    ) -> dict[str, Any]:
+        """Generate as TRL's client does; ``self.routes`` are then (tokens, layers, K) of each answer.
+
+        They come from the endpoint that takes and gives only tokens.
+        """
+        if not self.with_routes:
+            return super().generate(prompts, *args, features=features, **options)
+        self._routed.clear()
+        features = features or [None] * len(prompts)
+        answer = super().generate(prompts, *args, features=features, **options)
+        coded = [each for prompt in prompts for each in self._routed[id(prompt)]]
+        self.routes = [self._decoded(each) for each in coded]
+        return answer
+
+    def _post(self, url: str, json: Any = None, **options: Any) -> Any:
+        try:
+            answer = super()._post(url, json=json, **options)
+        except Exception as error:
+            if url.endswith(_TOKENS) and "404" in str(error):
+                raise ConfigError(
+                    f"the vLLM server at {self.base_url} has no {_TOKENS}, which returns routes; restart it with "
+                    "--enable-scale-out"
+                ) from error
+            raise
+        if url.endswith(_TOKENS):
+            self._routed[id(json["token_ids"])] = [
+                choice.get("routed_experts") for choice in answer["choices"]
+            ]
+        return answer
+
+    def _decoded(self, coded: str | None) -> Tensor:
+        if coded is None:
+            raise ConfigError(
+                f"the vLLM server at {self.base_url} returns no routes; restart it with "
+                "--enable-return-routed-experts"
+            )
+        found = np.load(BytesIO(b64decode(coded)), allow_pickle=False)
+        return torch.from_numpy(found.astype(np.int16))
 
     def send(self, told: list[WeightMeta], weights: Iterator[Any]) -> None:
         """Send whole weights over the group of NCCL."""

@@ -163,7 +163,7 @@ def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     # Folds do not go with Ulysses groups.
     if setting.ring == 1 or question.folds != 1:
         return ("ring",)
-    # pass-q sends queries, to which a communication dtype of keys does not apply.
+    # pass-q sends queries, and keys in another form do not travel there.
     queries = ("pass-q",) if question.comm_dtype == "exact" else ()
     return ("ring", *_other_routes(question, setting), "bidirectional", *queries)
 

@@ -44,7 +44,8 @@ def shard_batch(
             ``position_ids`` (B, S) or (S,), from 0 for each packed document; of flattened batches (transformers, TRL)
             ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx``
             (1, S). Images and videos of docs/multimodal.md by the names of transformers' processors (``pixel_values``,
-            ``image_grid_thw``, ...), best on the CPU. Or a tree: ``input_ids`` (1, S), ``labels``,
+            ``image_grid_thw``, ...), best on the CPU. ``routes`` (B, S, layers, K), as of ``token_routes``: experts
+            that tokens go to, -1 for the router's own choice. Or a tree: ``input_ids`` (1, S), ``labels``,
             ``segment_lengths`` and ``segment_parents`` (segments,), as of ``rs.tree``; positions count along branches,
             and a parent's last token predicts the first of each child. None entries are left out.
         mesh: the mesh of the model.
@@ -76,9 +77,12 @@ def shard_batch(
         if (whole := each.shard(batch, how)) is not None:
             return whole
     beside: dict[str, Any] = {}
+    of_tokens: dict[str, tuple[Tensor, int]] = {}
     digests: list[int] = []
     for each in MECHANISMS:
         values, numbers = each.added(batch)
         beside |= values
         digests += numbers
-    return shard_rows(batch, how, digests) | beside
+        for name in each.of_tokens.keys() & set(batch):
+            of_tokens[name] = batch[name], each.of_tokens[name]
+    return shard_rows(batch, how, digests, of_tokens) | beside

@@ -15,6 +15,7 @@ from ringspan.core.mechanisms import (
     FOLDS,
     MEDIA,
     NAMES,
+    ROUTES,
     STATES,
     TREES,
     refuse_pairs,
@@ -24,6 +25,8 @@ from tests.combinations.judging import judge
 from tests.combinations.tables import read, settled
 from tests.torch.mechanisms.media.models import batch_of, build, one_process
 from tests.torch.mechanisms.media.test_training import MANY, VIDEOS, close, ring_step
+from tests.torch.mechanisms.routes.cases import answered
+from tests.torch.mechanisms.routes.cases import check as check_routes
 
 
 def drawn(line: str, kind: str) -> Callable[[Any], None]:
@@ -48,6 +51,29 @@ def seen(kind: str, examples: Any, bound: float = 1e-9, **options: Any) -> Any:
     return run
 
 
+def routed(kind: str, **options: Any) -> Callable[[Any], None]:
+    """Train a step with given routes, of a model in tests/torch/mechanisms/routes."""
+
+    def run(pool: Any) -> None:
+        check_routes(pool, kind, "rows", 2, options)
+
+    return run
+
+
+def seen_on_routes(pool: Any) -> None:
+    """Train a step with given routes of a model that sees, whose experts know no float64."""
+    kind, dtype = "qwen3_vl_moe", torch.float32
+    batch = batch_of(kind, MANY, dtype=dtype)
+    shape = (*batch["input_ids"].shape, 2, 3)
+    random = torch.Generator().manual_seed(3)
+    routes = torch.rand(shape, generator=random).topk(2).indices
+    with answered([0, 1], 3, routes):
+        expected = one_process(kind, batch, dtype)
+    options = {"routes": routes, "dtype": dtype}
+    for found in pool.run(ring_step, 2, kind, [MANY], "zigzag", options):
+        close(found, expected, 1e-5)
+
+
 def in_folds(mesh: DeviceMesh) -> str:
     with pytest.raises(rs.UnsupportedError) as raised:
         rs.parallelize(build("llava"), mesh, folds=2, route="ring")
@@ -59,6 +85,15 @@ def of_a_tree(mesh: DeviceMesh) -> str:
     tokens = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
     with pytest.raises(rs.UnsupportedError) as raised:
         rs.shard_batch(tokens | tree | {"pixel_values": torch.zeros(1, 3)}, mesh)
+    return str(raised.value)
+
+
+def of_a_routed_tree(mesh: DeviceMesh) -> str:
+    tree = {"segment_lengths": torch.tensor([4]), "segment_parents": torch.tensor([-1])}
+    tokens = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    routes = torch.zeros(1, 4, 2, 2, dtype=torch.int64)
+    with pytest.raises(rs.UnsupportedError) as raised:
+        rs.shard_batch(tokens | tree | {"routes": routes}, mesh)
     return str(raised.value)
 
 
@@ -81,6 +116,10 @@ TOGETHER: Final[dict[tuple[str, str], list[Callable[[Any], None]]]] = {
         drawn("family=qwen3_next; folds=2", "equal"),
         drawn("family=falcon_h1; folds=3; data=packed; checkpoint=full", "equal"),
     ],
+    (CHOSEN_KEYS, ROUTES): [routed("glm_moe_dsa")],
+    (STATES, ROUTES): [routed("qwen3_next")],
+    (MEDIA, ROUTES): [seen_on_routes],
+    (FOLDS, ROUTES): [routed("qwen3_moe", folds=2, layout="contiguous")],
     (STATES, TREES): [drawn("family=qwen3_next; data=tree", "equal")],
 }
 APART: Final[dict[tuple[str, str], list[Callable[[Any], None]]]] = {
@@ -89,6 +128,7 @@ APART: Final[dict[tuple[str, str], list[Callable[[Any], None]]]] = {
     (MEDIA, FOLDS): [refused(in_folds, "use folds=1")],
     (MEDIA, TREES): [refused(of_a_tree, "give it separate rows")],
     (FOLDS, TREES): [drawn("data=tree; folds=2", "refused")],
+    (TREES, ROUTES): [refused(of_a_routed_tree, "give it separate rows")],
 }
 
 

@@ -23,7 +23,7 @@ from ringspan.torch.engine.transport.digest import digest_integers
 
 # Keys of a batch that ``shard_batch`` returns.
 SHARDED: Final = frozenset({
-    "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "position_ids", "real_tokens",
+    "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "position_ids", "real_tokens", "routes",
     "sequence_length", "shift_labels", "tree_targets",
 })  # fmt: skip
 
@@ -74,9 +74,15 @@ def check_given(batch: Mapping[str, Any], taken: Collection[str]) -> None:
 
 
 def shard_rows(
-    batch: Mapping[str, Any], how: Sharding, further_digests: Sequence[int] = ()
+    batch: Mapping[str, Any],
+    how: Sharding,
+    further_digests: Sequence[int] = (),
+    further: Mapping[str, tuple[Tensor, int]] | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch of rows, as ``shard_batch`` does; ``further_digests`` are of what is added."""
+    """Return this rank's part of a batch of rows, as ``shard_batch`` does.
+
+    ``further_digests`` are of what is added; ``further`` are values of tokens (B, S, ...) with their padding.
+    """
     tokens, ring = batch["input_ids"], how.mesh.get_group("ring")
     rank, length = ring.rank(), tokens.shape[1]
     real = real_tokens(batch)
@@ -96,6 +102,8 @@ def shard_rows(
         local["real_tokens"] = split.shard(real, rank)
     if targets is not None:
         local["shift_labels"] = split.shard(targets, rank, value=IGNORED)
+    for name, (values, value) in (further or {}).items():
+        local[name] = split.shard(values, rank, value=value)
     longest = length if counted is None else int(counted.max())
     padding = None if real is None else (~real).long()
     digests = [

@@ -5,6 +5,7 @@ from typing import Final
 from ringspan.torch.mechanisms.chosen_keys.mechanism import ChosenKeysMechanism
 from ringspan.torch.mechanisms.folds.mechanism import FoldsMechanism
 from ringspan.torch.mechanisms.media.mechanism import MediaMechanism
+from ringspan.torch.mechanisms.routes.mechanism import RoutesMechanism
 from ringspan.torch.mechanisms.states import StatesMechanism
 from ringspan.torch.mechanisms.trees.mechanism import TreesMechanism
 from ringspan.torch.model.mechanism import Mechanism
@@ -15,4 +16,5 @@ MECHANISMS: Final[tuple[Mechanism, ...]] = (
     FoldsMechanism(),
     TreesMechanism(),
     MediaMechanism(),
+    RoutesMechanism(),
 )

@@ -39,6 +39,8 @@ def ring_step(
     options = dict(options)
     dtype = options.pop("dtype", torch.float64)
     batch = batch_of(kind, examples[mesh["replicate"].get_local_rank()], dtype=dtype)
+    if "routes" in options:
+        batch["routes"] = options.pop("routes")
     model = rs.parallelize(build(kind, dtype=dtype), mesh, layout=layout, **options)
     out = model(**rs.shard_batch(batch, mesh, layout=layout))
     out.loss.backward()

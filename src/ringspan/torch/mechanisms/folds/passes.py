@@ -23,7 +23,7 @@ from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.memory.segments import surroundings
 from ringspan.torch.model.memory.sharding import settle, sharded_after_layers
 
-# Arguments of a pass with one entry for each local token.
+# Arguments of a pass with one entry for each local token, beside a mechanism's own.
 _OF_TOKENS: Final = ("input_ids", "position_ids", "shift_labels", "real_tokens")
 
 
@@ -137,8 +137,11 @@ class _Pass:
 
     def _compute(self, number: int, *, is_again: bool) -> Tensor:
         part = self._part(number)
+        of_tokens = set(_OF_TOKENS).union(
+            *(each.of_tokens for each in self._model.ring_mechanisms)
+        )
         arguments = {
-            name: value[:, part] if name in _OF_TOKENS else value
+            name: value[:, part] if name in of_tokens else value
             for name, value in self._arguments.items()
         }
         output = self._call(**arguments, ring_fold=Fold(self._folds, number, is_again))

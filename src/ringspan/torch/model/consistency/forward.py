@@ -37,7 +37,8 @@ _DIGESTS: Final = (
     "labels",
     "position_ids",
     "attention_mask",
-    "images and token types",
+    "images, token types or routes",
+    "routes",
 )
 
 

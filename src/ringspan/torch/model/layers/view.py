@@ -92,6 +92,9 @@ class RingModel(_Model):
     ring_compiled: bool  # True if layers are compiled
     # Auxiliary loss of a mixture of experts (``RouterLoss``); None if absent.
     ring_router: Any
+    # Experts of each mixture, 0 without any, and the decoder's layers, which routes name.
+    ring_experts: int
+    ring_routed_layers: int
 
 
 def decoder_on_ring(model: RingModel) -> PreTrainedModel:

@@ -129,6 +129,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         real_tokens: Tensor | None = None,
         media: object = None,
         tree_targets: Tensor | None = None,
+        routes: Tensor | None = None,
         output_router_logits: bool | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -139,8 +140,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
         it. ``sequence_length``: of the longest document. ``output_router_logits``, from the config when None, adds the
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
-        whole batch's, ``tree_targets`` (R, 2 or 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
-        ``token_logprobs``, or a ``PerToken``.
+        whole batch's, ``tree_targets`` (R, 2 or 3) a tree's. ``routes`` (B, T, layers, K): experts that tokens go to.
+        ``ring_asked`` in ``kwargs``: log-probabilities for ``token_logprobs``, or a ``PerToken``.
         ``index_loss`` of the result is what indexes learn from (``ringspan.torch.mechanisms.chosen_keys.index_loss``).
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
         ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
@@ -172,7 +173,11 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             position_ids=position_ids,
             longest=int(sequence_length),
             document_lengths=document_lengths,
-            given={"media": media, "fold": kwargs.get("ring_fold")},
+            given={
+                "media": media,
+                "fold": kwargs.get("ring_fold"),
+                "routes": routes,
+            },
             real_tokens=real_tokens,
             wants_loss=asked is Asked.LOSS and targets is not None,
             targets=targets,

@@ -20,11 +20,12 @@ from ringspan.torch.model.layers.modules import (
     local_part,
     mix_in,
 )
+from ringspan.torch.model.layers.routing import current_routing
 from ringspan.torch.model.layers.switches import Switches
 from ringspan.torch.model.weights.loading import filled
 from ringspan.torch.runtime.autocast import autocast_now
 
-_Run = Callable[[Tensor], tuple[Tensor, ...]]
+_Run = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 class RouterRecorder:
@@ -221,8 +222,12 @@ class Blockwise:
         if hidden_states.shape[:-1].numel() < max(1, self.chunk_from_tokens):
             return whole(hidden_states, *args, **kwargs)
 
-        def run(tokens: Tensor) -> tuple[Tensor, ...]:
-            with nullcontext(()) if recorder is None else recorder.block() as scores:
+        routing = current_routing()
+
+        def run(tokens: Tensor, rows: slice) -> tuple[Tensor, ...]:
+            choosing = nullcontext() if routing is None else routing.choosing(rows)
+            recording = nullcontext(()) if recorder is None else recorder.block()
+            with choosing, recording as scores:
                 result = whole(tokens)
             others[:] = [None] * (len(result) - 1 if isinstance(result, tuple) else 0)
             return hidden_of(result), *scores
@@ -298,7 +303,7 @@ class _Recomputed(torch.autograd.Function):
         for rows in _blocks(hidden, ctx.chunk_tokens):
             with torch.enable_grad(), ctx.autocast():
                 chunk = hidden[:, rows].detach().requires_grad_(d_hidden is not None)
-                out, *scores = ctx.run(chunk)
+                out, *scores = ctx.run(chunk, rows)
             results, d_results = [out], [d_out[:, rows]]
             # A recorder that is off now gives no scores.
             for each, d_each in zip(scores, d_scores, strict=False):
@@ -337,7 +342,7 @@ class _Computed(torch.autograd.Function):
         out = torch.empty_like(hidden)
         scores: list[list[Tensor]] = [[] for _ in places]
         for rows in _blocks(hidden, chunk_tokens):
-            out[:, rows], *block = run(hidden[:, rows])
+            out[:, rows], *block = run(hidden[:, rows], rows)
             for parts, part in zip(scores, block, strict=False):
                 parts.append(part.flatten(0, -2))
         return out, *(torch.cat(parts) for parts in scores)
