@@ -1,5 +1,9 @@
-"""A server that answers as vLLM does, with transformers behind it."""
+"""A server that answers as vLLM does, with transformers behind it.
 
+python -m tests.hf.fake_vllm serve MODEL --port 8000 [options of vllm serve, which it passes over]
+"""
+
+import argparse
 import json
 import threading
 from collections.abc import Iterator
@@ -17,12 +21,12 @@ from tests.every_model.weights import stored
 
 
 class FakeVLLM(ThreadingHTTPServer):
-    """Serves the model of a folder on a free port; ``fails`` has paths that answer 500."""
+    """Serves the model of a folder on a port, or on a free one; ``fails`` has paths that answer 500."""
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.folder = folder
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
@@ -185,3 +189,16 @@ def serving(folder: Path) -> Iterator[FakeVLLM]:
         yield server
     finally:
         server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--port", type=int)
+    given, _ = parser.parse_known_args()
+    FakeVLLM(given.model, given.port).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
