@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does, with transformers behind it.
+"""A server that answers as vLLM does, or SGLang, with transformers behind it.
 
 python -m tests.hf.fake_vllm serve MODEL --port 8000 [options of vllm serve, which it passes over]
 """
@@ -34,6 +34,8 @@ class FakeVLLM(ThreadingHTTPServer):
         self.adapters: dict[str, Any] = {}
         self.asked: list[str] = []
         self.fails: dict[str, str] = {}
+        # Whether it was started with VLLM_SERVER_DEV_MODE=1.
+        self.is_dev = True
         self.dies_at: str | None = None
         # By path, what is called before the answer to a request of that number.
         self.before: dict[str, tuple[int, Any]] = {}
@@ -64,6 +66,21 @@ class FakeVLLM(ThreadingHTTPServer):
                 generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
                 choices.append(_choice(prompt, *drawn(model, prompt, asked, generator)))
         return choices
+
+    def generate(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """Draw as ``complete`` does, in SGLang's form: a row for each prompt, with a place of its own."""
+        drawing, prompts = asked["sampling_params"], asked["input_ids"]
+        options = drawing | {"max_tokens": drawing["max_new_tokens"]}
+        found = []
+        for row, prompt in enumerate(prompts):
+            place = prompts[:row].count(prompt)
+            generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
+            tokens, logprobs = drawn(self.model, prompt, options, generator)
+            parts = zip(logprobs, tokens, strict=True)
+            kept = [[logprob, token, None] for logprob, token in parts]
+            found.append({"meta_info": {"output_token_logprobs": kept}})
+        self.rows += len(found)
+        return found
 
 
 def take(model: Any, found: dict[str, Any]) -> None:
@@ -130,7 +147,14 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             },
         }
-        self._answer(200, answers[self.path.partition("?")[0]])
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        if path in self.server.fails:
+            self._answer(500, {"error": {"message": self.server.fails[path]}})
+        elif path == "/server_info" and not self.server.is_dev:
+            self._answer(404, {"detail": "Not Found"})
+        else:
+            self._answer(200, answers[path])
 
     def do_POST(self) -> None:
         server = self.server
@@ -149,10 +173,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, self._do(asked))
             except (ValueError, RuntimeError) as error:
                 self._answer(500, {"error": {"message": str(error)}})
-            except IndexError:
-                self._answer(400, {"error": {"message": "token out of vocabulary"}})
+            except IndexError as error:
+                self._answer(400, {"error": {"message": str(error)}})
 
-    def _do(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _do(self, asked: dict[str, Any]) -> Any:
         server = self.server
         if self.path in server.fails:
             raise RuntimeError(server.fails[self.path])
@@ -165,9 +189,15 @@ class _Handler(BaseHTTPRequestHandler):
                 assert asked["method"] == "reload_weights"
                 server.reload(Path(asked["kwargs"]["weights_path"]))
             case "/v1/load_lora_adapter":
+                if (name := asked["lora_name"]) in server.adapters:
+                    raise IndexError(f"{name} has already been loaded")
                 base = AutoModelForCausalLM.from_pretrained(server.folder)
                 made = PeftModel.from_pretrained(base.float(), asked["lora_path"])
-                server.adapters[asked["lora_name"]] = made.eval()
+                server.adapters[name] = made.eval()
+            case "/update_weights_from_disk":
+                server.reload(Path(asked["model_path"]))
+            case "/generate":
+                return server.generate(asked)
             case "/v1/unload_lora_adapter":
                 server.adapters.pop(asked["lora_name"])
         return {"success": True}
