@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 examples/grpo.py --replicate 2 --model Qwen/Qwen3-0.6B --max-new 8192
 
 Without ``--model`` it trains a tiny one, rewarded for repeating the number in its prompt. The ring also
-generates the completions, from the same weights and arithmetic that training uses.
+generates the completions, from the same weights and arithmetic that training uses. With ``--server`` and
+``--weights`` a vLLM server generates them (docs/how-to/vllm.md); examples/cluster starts both.
 """
 
 import argparse
@@ -88,6 +89,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument(
         "--replicate", type=int, default=1, help="rings that take different prompts"
     )
+    parser.add_argument("--server", help="URL of a vLLM server with this --model")
+    parser.add_argument(
+        "--weights", help="folder that trainer and server see, for new weights"
+    )
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
     if given.model is None:
@@ -113,9 +118,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
             logging_steps=1,
             report_to="none",
             save_strategy="no",
+            use_vllm=given.server is not None,
+            vllm_mode="server",
+            vllm_server_base_url=given.server,
+            vllm_server_timeout=1800,  # a large model is read for minutes
+            vllm_importance_sampling_mode="token_truncate",
         ),
         train_dataset=prompts(2000),
-        ring=RingConfig(replicate=given.replicate),
+        ring=RingConfig(replicate=given.replicate, vllm_weights_folder=given.weights),
     )
     trainer.train()
     trainer.save_model()

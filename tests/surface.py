@@ -45,6 +45,7 @@ TINY = [
 # Commands that print one object, in a folder with a model; tests that run them anyway call `check_object`.
 OBJECTS = {
     "plan": ["plan", "--json"],
+    "plan --rollouts": ["plan", "--rollouts", "8", "--json"],
     "plan --generate": ["plan", "--generate", "--json"],
     "plan --group": [
         "plan",

@@ -26,6 +26,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "errors-float": partial(counts.errors, "float32"),
     "errors-bfloat": partial(counts.errors, "bfloat16"),
     "log-prob-gap": counts.log_prob_gap,
+    "vllm-rollouts": counts.vllm_rollouts,
     "faults": counts.faults,
     "versions": counts.versions,
     "kernels": kernels.serves,
@@ -66,6 +67,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "in-context-rl-memory-grid": partial(learnt.memory, "grid"),
 }
 PAGES: Final = (
+    "how-to/vllm.md",
     "understand/overlap.md",
     "understand/ancestors.md",
     "memory.md",

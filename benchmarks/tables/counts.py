@@ -404,3 +404,30 @@ def log_prob_gap() -> str:
         "weight leaves [0.5, 2] at tokens",
     )
     return table(head, rows)
+
+
+def vllm_rollouts() -> str:
+    """GRPO with a real vLLM on two ranks against TRL's trainer on one process, by what is handed over."""
+    rows: list[Sequence[object]] = [
+        (
+            row["way"],
+            f"{row['equal_completions']} of {row['steps']}",
+            *(f"{row[name]:.1e}" for name in ("grad_norm", "loss", "weights", "ratio")),
+            f"{row['logp_difference']:.1e}",
+            f"{row['greedy_equal']} of {row['greedy_prompts']}",
+            f"{row['hand_over_seconds']:.1f} s",
+        )
+        for row in read("vllm-rollouts-cpu")["rows"]
+    ]
+    head = (
+        "handed over",
+        "steps with equal completions",
+        "gradient norms",
+        "losses, absolute",
+        "weights",
+        "ratios",
+        "largest log-probability difference",
+        "greedy answers equal",
+        "a hand-over",
+    )
+    return table(head, rows)

@@ -10,7 +10,8 @@ from benchmarks.tables import PAGES, TABLES, filled
 from tests.surface import FILE
 
 SECTIONS = {
-    "train": "train", "metrics.jsonl": "metrics.jsonl", "plan": "plan and rehearse", "rehearse": "plan and rehearse",
+    "train": "train", "metrics.jsonl": "metrics.jsonl", "plan": "plan and rehearse",
+    "plan --rollouts": "plan and rehearse", "rehearse": "plan and rehearse",
     "plan --generate": "plan --generate", "plan --group": "plan --group", "generate": "generate", "eval": "eval",
     "doctor": "doctor", "bench attention": "bench attention",
 }  # fmt: skip

@@ -1,5 +1,9 @@
-"""A server that answers as vLLM does, with transformers behind it."""
+"""A server that answers as vLLM does, or SGLang, with transformers behind it.
 
+python -m tests.hf.fake_vllm serve MODEL --port 8000 [options of vllm serve, which it passes over]
+"""
+
+import argparse
 import json
 import threading
 from base64 import b64encode
@@ -21,12 +25,12 @@ from tests.every_model.weights import stored
 
 
 class FakeVLLM(ThreadingHTTPServer):
-    """Serves the model of a folder on a free port; ``fails`` has paths that answer 500."""
+    """Serves the model of a folder on a port, or on a free one; ``fails`` has paths that answer 500."""
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.folder = folder
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
@@ -34,6 +38,8 @@ class FakeVLLM(ThreadingHTTPServer):
         self.adapters: dict[str, Any] = {}
         self.asked: list[str] = []
         self.fails: dict[str, str] = {}
+        # Whether it was started with VLLM_SERVER_DEV_MODE=1.
+        self.is_dev = True
         self.dies_at: str | None = None
         # By path, what is called before the answer to a request of that number.
         self.before: dict[str, tuple[int, Any]] = {}
@@ -85,6 +91,21 @@ class FakeVLLM(ThreadingHTTPServer):
         file = BytesIO()
         np.save(file, routes.astype(np.uint8))
         return answer | {"routed_experts": b64encode(file.getvalue()).decode()}
+
+    def generate(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """Draw as ``complete`` does, in SGLang's form: a row for each prompt, with a place of its own."""
+        drawing, prompts = asked["sampling_params"], asked["input_ids"]
+        options = drawing | {"max_tokens": drawing["max_new_tokens"]}
+        found = []
+        for row, prompt in enumerate(prompts):
+            place = prompts[:row].count(prompt)
+            generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
+            tokens, logprobs = drawn(self.model, prompt, options, generator)
+            parts = zip(logprobs, tokens, strict=True)
+            kept = [[logprob, token, None] for logprob, token in parts]
+            found.append({"meta_info": {"output_token_logprobs": kept}})
+        self.rows += len(found)
+        return found
 
 
 def routes_of(model: Any, ids: list[int]) -> np.ndarray:
@@ -169,7 +190,14 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             },
         }
-        self._answer(200, answers[self.path.partition("?")[0]])
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        if path in self.server.fails:
+            self._answer(500, {"error": {"message": self.server.fails[path]}})
+        elif path == "/server_info" and not self.server.is_dev:
+            self._answer(404, {"detail": "Not Found"})
+        else:
+            self._answer(200, answers[path])
 
     def do_POST(self) -> None:
         server = self.server
@@ -191,10 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, self._do(asked))
             except (ValueError, RuntimeError) as error:
                 self._answer(500, {"error": {"message": str(error)}})
-            except IndexError:
-                self._answer(400, {"error": {"message": "token out of vocabulary"}})
+            except IndexError as error:
+                self._answer(400, {"error": {"message": str(error)}})
 
-    def _do(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _do(self, asked: dict[str, Any]) -> Any:
         server = self.server
         if self.path in server.fails:
             raise RuntimeError(server.fails[self.path])
@@ -216,9 +244,15 @@ class _Handler(BaseHTTPRequestHandler):
                 assert asked["method"] == "reload_weights"
                 server.reload(Path(asked["kwargs"]["weights_path"]))
             case "/v1/load_lora_adapter":
+                if (name := asked["lora_name"]) in server.adapters:
+                    raise IndexError(f"{name} has already been loaded")
                 base = AutoModelForCausalLM.from_pretrained(server.folder)
                 made = PeftModel.from_pretrained(base.float(), asked["lora_path"])
-                server.adapters[asked["lora_name"]] = made.eval()
+                server.adapters[name] = made.eval()
+            case "/update_weights_from_disk":
+                server.reload(Path(asked["model_path"]))
+            case "/generate":
+                return server.generate(asked)
             case "/v1/unload_lora_adapter":
                 server.adapters.pop(asked["lora_name"])
         return {"success": True}
@@ -240,3 +274,16 @@ def serving(folder: Path) -> Iterator[FakeVLLM]:
         yield server
     finally:
         server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--port", type=int)
+    given, _ = parser.parse_known_args()
+    FakeVLLM(given.model, given.port).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_generation
 
 from benchmarks.log_prob_gap import leaves
@@ -17,6 +19,7 @@ from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf import RingConfig
 from ringspan.hf.refusals import refuse_vllm
 from ringspan.hf.vllm_client import RingVLLMClient
+from ringspan.torch.model.named_weights import WeightMeta
 from tests.cases import long
 from tests.hf.fake_vllm import FakeVLLM, serving
 from tests.hf.rollouts import grpo, rloo
@@ -235,6 +238,36 @@ def test_a_server_without_a_way_for_weights_is_refused(world, server, tmp_path):
     kind, message = said(world, server, tmp_path, ring={"vllm_weights_folder": None})
     assert kind is ConfigError
     assert "has no weight-transfer engine; restart it with" in message
+
+
+@pytest.mark.parametrize(
+    ("is_dev", "message"),
+    [
+        (False, "has no development endpoints.*restart it with VLLM_SERVER_DEV_MODE=1"),
+        (True, "answers 500 to /server_info: .*no pip.*install pip into the server's"),
+    ],
+)
+def test_a_server_that_does_not_tell_its_settings_is_asked_once(
+    server, is_dev, message
+):
+    server.is_dev = is_dev
+    server.fails = {"/server_info": "no pip"} if is_dev else {}
+    client = RingVLLMClient(server.url, 0, 0, "somewhere")
+    with pytest.raises(ConfigError, match=message):
+        client.prepare(torch.device("cpu"), 97)
+    assert server.asked.count("/server_info") == 1
+
+
+def test_a_server_takes_the_adapters_of_a_second_training(server, tmp_path):
+    adapted = get_peft_model(made("llama"), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    told = [WeightMeta("q_proj.lora_A.weight", torch.float32, (8, 64))]
+    for _ in range(2):
+        client = RingVLLMClient(server.url, 0, 0, str(tmp_path))
+        for _ in range(2):
+            client.load_adapter(tmp_path / "adapter", told)
+        assert client.model in server.adapters
+    assert len(server.adapters) == 2, "the last ones of both"
 
 
 def test_a_folder_that_cannot_be_written_is_named(world, server, tmp_path):

@@ -19,6 +19,7 @@ from ringspan.plan.documents import LayoutCost
 from ringspan.plan.generation.planner import TextPlan, TextQuestion
 from ringspan.plan.planner import Plan
 from ringspan.plan.reasons import about_positions
+from ringspan.plan.rollouts import Rollouts
 from ringspan.plan.search import Question
 from ringspan.plan.snippet import (
     mesh_call,
@@ -107,6 +108,46 @@ def _documents(
         rows,
         numbers=3,
     )
+
+
+def show_rollouts(answer: Plan, result: dict[str, Any], rollouts: Rollouts) -> None:
+    """Print what each GPU of the trainer and of the engine holds, and how long weights take from one to the other."""
+    out = console()
+    out.print()
+    facts(out, "with rollouts", list(_rollouts(answer, result, rollouts)))
+
+
+def _rollouts(
+    answer: Plan, result: dict[str, Any], rollouts: Rollouts
+) -> Iterator[tuple[str, str]]:
+    engine, device = rollouts.engine, answer.question.device
+    needs = shown_bytes(result["peak_bytes"] + result["reserve_bytes"])
+    has = shown_bytes(device.memory_bytes)
+    yield (
+        "trainer",
+        f"{answer.question.devices:,} x {device.title}, each {needs} of {has}",
+    )
+    weights = f"{shown_bytes(engine.weight_bytes)} of weights in {engine.dtype}"
+    yield "engine", f"{engine.devices:,} x {device.title}, each {weights}"
+    sequences = result["rollouts"]["sequences"]
+    yield (
+        "left for cache",
+        f"{shown_bytes(engine.cache_bytes)} each, {engine.cache_tokens:,} tokens in all",
+    )
+    yield (
+        "at once",
+        f"{sequences:,} sequence{'s' * (sequences > 1)} of {engine.length:,} tokens",
+    )
+    where = "inside a node" if rollouts.link == "intra_node" else "between nodes"
+    yield "hand-over", f"{_sent(rollouts, rollouts.handed_bytes)} {where}, at least"
+    if rollouts.adapter_bytes:
+        yield "adapter only", f"{_sent(rollouts, rollouts.adapter_bytes)} {where}"
+    stages = f" --pipeline-parallel-size {engine.pipeline}" * (engine.pipeline > 1)
+    yield "start it with", f"vllm serve --tensor-parallel-size {engine.tensor}{stages}"
+
+
+def _sent(rollouts: Rollouts, num_bytes: int) -> str:
+    return f"{shown_bytes(num_bytes)} in {shown_seconds(rollouts.seconds(num_bytes))}"
 
 
 def show_group(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import numpy as np
 import requests
@@ -16,11 +17,11 @@ from trl.generation import vllm_client
 from trl.generation.vllm_client import VLLMClient
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import one_line, shortened
 from ringspan.torch.model.named_weights import WeightMeta
 
-_ADAPTER: Final = "ringspan-adapter-"  # name of an adapter at the server, before the number of its update
 _UPDATE_SECONDS: Final = 1800.0
+_ASK_SECONDS: Final = 60.0
 _TOKENS: Final = "/inference/v1/generate"
 
 
@@ -52,6 +53,8 @@ class RingVLLMClient(VLLMClient):
         # Coded routes of the last answer's completions, by the identity of their prompt's list.
         self._routed: dict[int, list[str | None]] = {}
         self.routes: list[Tensor] = []
+        # The server may have adapters of an earlier training, and takes no name twice.
+        self.adapter = f"ringspan-adapter-{uuid4().hex[:8]}"
         self.updates = 0
         with without_vllm(), answering(url):
             super().__init__(
@@ -85,10 +88,26 @@ class RingVLLMClient(VLLMClient):
         with answering(self.base_url):
             self.init_communicator(device)
 
+    def get_server_info(self) -> dict[str, Any]:
+        """Return the server's settings; ask once, since a server that cannot tell them will not in a minute either."""
+        where, asked = f"{self.base_url}/server_info", {"config_format": "json"}
+        answer = requests.get(where, params=asked, timeout=_ASK_SECONDS)
+        if answer.status_code == 404:
+            raise ConfigError(
+                f"the vLLM server at {self.base_url} has no development endpoints, which take the weights; restart it "
+                "with VLLM_SERVER_DEV_MODE=1"
+            )
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"the vLLM server at {self.base_url} answers {answer.status_code} to /server_info: "
+                f"{shortened(answer.text)}; an environment without pip does so, install pip into the server's"
+            )
+        return answer.json()["vllm_config"]
+
     def _takes(self, token: int) -> bool:
         asked = {"model": self.model, "prompt": [token], "max_tokens": 1}
         answer = requests.post(
-            f"{self.base_url}/v1/completions", json=asked, timeout=60
+            f"{self.base_url}/v1/completions", json=asked, timeout=_ASK_SECONDS
         )
         return answer.status_code == 200
 
@@ -153,7 +172,7 @@ class RingVLLMClient(VLLMClient):
     def load_adapter(self, folder: Path, told: list[WeightMeta]) -> None:
         """Let the server read an adapter from a folder, under a name that no cached prefix has."""
         before, self.updates = self.model, self.updates + 1
-        name = f"{_ADAPTER}{self.updates}"
+        name = f"{self.adapter}-{self.updates}"
         with taking(self.base_url, told):
             self._once(
                 "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}

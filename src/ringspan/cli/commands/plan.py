@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from ringspan.plan.model.media import Media
     from ringspan.plan.model.shapes import ModelShape
     from ringspan.plan.planner import Plan
+    from ringspan.plan.rollouts import Rollouts
     from ringspan.plan.search import Question
 
 EPILOG = (
     "Examples: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576. "
+    "ringspan plan --model qwen3-32b --devices 16 --device h100 --length 32768 --rollouts 8. "
     "ringspan plan --generate --model llama-3.1-8b --devices 8 --device h100 --prompt 130000 --new-tokens 500"
 )
 DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 100_000, 200
@@ -85,6 +87,7 @@ CommDtype = Annotated[
 # Options that only a training step has: refused in a comparison of groups, and in generation.
 _OF_SEQUENCES = (
     "length", "folds", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
+    "rollouts",
 )  # fmt: skip
 _OF_TRAINING = (
     *_OF_SEQUENCES, "parameter_dtype", "optimizer_state", "route", "comm_dtype", "lora", "weights", "group",
@@ -183,6 +186,14 @@ def command(
     completion: Annotated[
         int | None, typer.Option(min=1, help="With --group: tokens of each answer.")
     ] = None,
+    rollouts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Also plan an inference engine on so many more devices: what they hold, and how long weights take to "
+            "it.",
+        ),
+    ] = None,
     why_not: Annotated[
         str | None,
         typer.Option(
@@ -266,6 +277,7 @@ def command(
         lengths=lengths,
         traced_rank=traced_rank,
         picture=picture,
+        rollouts=rollouts,
         why_not=why_not,
         explain=explain,
         as_json=as_json,
@@ -340,6 +352,8 @@ class _Wanted:
     """Lengths of the documents; none without documents."""
     traced_rank: int | None
     picture: Path | None
+    rollouts: int | None
+    """Devices of an inference engine, in addition to the trainer's."""
     why_not: str | None
     explain: bool
     as_json: bool
@@ -349,6 +363,7 @@ def _answer(question: "Question", wanted: _Wanted) -> None:
     """Plan a step, add all that is wanted, and print it."""
     from ringspan.plan.planner import make_plan
 
+    beside = _beside(question, wanted.rollouts)
     answer = make_plan(question)
     result = answer.as_json()
     if wanted.traced_rank is not None:
@@ -369,15 +384,25 @@ def _answer(question: "Question", wanted: _Wanted) -> None:
         from ringspan.plan.alternatives import why_not as alternative
 
         result["why_not"] = asdict(alternative(answer, wanted.why_not))
+    if beside:
+        result["rollouts"] = beside.as_json()
     if wanted.as_json:
         print(json.dumps(result))
         return
-    from ringspan.cli.plan_tables import show
+    from ringspan.cli.plan_tables import show, show_rollouts
 
     if wanted.why_not:
         print(*result["why_not"]["lines"], sep="\n")
     else:
         show(answer, result, shown_mesh(result), layouts, explain=wanted.explain)
+    if beside:
+        show_rollouts(answer, result, beside)
+
+
+def _beside(question: "Question", rollouts: int | None) -> "Rollouts | None":
+    from ringspan.plan.rollouts import plan_rollouts
+
+    return plan_rollouts(question, rollouts) if rollouts else None
 
 
 def _compare_group(
