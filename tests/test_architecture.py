@@ -27,7 +27,7 @@ FLOORS = (
     {"gpu"},
     {"torch", "jax"},
     {"checkpoints", "plan", "families"},
-    {"measure", "generate", "hf", "lightning"},
+    {"measure", "generate", "hf", "lightning", "proof"},
     {"report", "evaluate"},
     {"train"},
     {"cli"},
@@ -420,6 +420,7 @@ TAKES_MODULES = {
     "plan/model/hub.py": "the Hub's clients read HF_HUB_OFFLINE when they are imported",
     # These read only, what is loaded already or not at all.
     "hf/seams.py": "looks for names that a release no longer has",
+    "proof/steps.py": "the source of a model's class, computed in float64",
     "torch/model/adapters.py": "PEFT",
     "torch/model/merged.py": "PEFT, and the module of a model's class",
     "torch/runtime/forks.py": "torch",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         sliding_window,
     )
     from ringspan.core.geometry.tree import tree
+    from ringspan.proof.run import prove
     from ringspan.torch.data.batch_layout import shard, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
@@ -69,6 +70,7 @@ _NAMES = {
         "sliding_window",
     ),
     "core.geometry.tree": ("tree",),
+    "proof.run": ("prove",),
     "torch.engine.attention.op": ("ring_attention",),
     "torch.data.cross_entropy": ("blockwise_cross_entropy",),
     "torch.data.loader": ("loader", "sampler"),
@@ -105,6 +107,6 @@ __all__ = [
     "ConfigError", "CustomLayout", "HostAdamW", "Layout", "LayoutError", "Mask", "MaskError", "PeerMismatch",
     "RingspanError", "Span", "UnsupportedError", "balanced", "blockwise_cross_entropy", "causal", "chunked",
     "documents", "frames", "from_pretrained", "full", "global_sum", "init_mesh", "loader", "map_mesh", "named_weights",
-    "parallelize", "prefix_lm", "ring_attention", "sampler", "shard", "shard_batch", "shard_features", "share_prefixes",
-    "sliding_window", "token_logprobs", "token_routes", "tree", "unshard",
+    "parallelize", "prefix_lm", "prove", "ring_attention", "sampler", "shard", "shard_batch", "shard_features",
+    "share_prefixes", "sliding_window", "token_logprobs", "token_routes", "tree", "unshard",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from ringspan.cli.commands import (
     init,
     plan,
     profile,
+    prove,
     rehearse,
     train,
 )
@@ -61,7 +62,18 @@ def _options(
     """Train, evaluate and run transformers on sequences that no single device can hold, with exact attention."""
 
 
-for _module in (init, train, demo, generate, export, plan, rehearse, profile, doctor):
+for _module in (
+    init,
+    train,
+    demo,
+    generate,
+    export,
+    plan,
+    rehearse,
+    profile,
+    prove,
+    doctor,
+):
     app.command(_module.__name__.rpartition(".")[2], epilog=_module.EPILOG)(
         _module.command
     )

@@ -27,7 +27,7 @@ _TOKENS: Final = "/inference/v1/generate"
 
 @contextmanager
 def without_vllm() -> Iterator[None]:
-    """Let TRL make its client where vLLM is not installed: it needs vLLM for NCCL only."""
+    """Let TRL make its client without vLLM: it needs vLLM for NCCL only."""
     space: Any = vars(vllm_client)
     theirs = space["is_vllm_available"]
     space["is_vllm_available"] = lambda *_, **__: True

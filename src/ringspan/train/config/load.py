@@ -24,7 +24,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a TOML file and overrides like ``optimizer.learning_rate=1e-4``; a value that is not TOML is text."""
     values = _read_toml(path)
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     config = parse_config(values)
     if config.model.init == "scratch":
         config.model.config_values()
@@ -56,7 +56,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(text)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
     """Set the dotted key of ``key=value`` in nested tables, creating those that are missing."""
     key, equals, text = override.partition("=")
     *tables, name = (part.strip() for part in key.split("."))

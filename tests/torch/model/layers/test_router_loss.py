@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -113,6 +115,8 @@ KINDS = [
     "kind", [*KINDS[::4], *long(*(kind for kind in KINDS if kind not in KINDS[::4]))]
 )
 def test_the_auxiliary_loss_equals_that_of_one_process(pool, kind):
+    if kind == "granitemoe" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("transformers 5.17 takes a number for a tensor there")
     expected = one_process(kind, 1, 1, False, None)
     assert float(expected["auxiliary"]) > 0
     # it has no activation checkpointing

@@ -18,7 +18,13 @@ ADAPTER = {
 def model_with_zero_experts(num_chosen: int, *, is_adapted: bool):
     """In each layer, so many of the tokens of ``step`` go to an expert; all others go to zero experts."""
     torch.manual_seed(0)
-    sizes = {"zero_expert_num": 4, "n_routed_experts": 2, "num_experts_per_tok": 2}
+    # transformers 5.17 has a number of layers beside that of hidden layers.
+    sizes = {
+        "zero_expert_num": 4,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 2,
+        "num_layers": 2,
+    }
     # with less, gradients of routers cancel
     config = hybrid_config("longcat_flash", **sizes, initializer_range=0.3)
     model = AutoModelForCausalLM.from_config(config).float()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from ringspan.torch.model.layers.modules import local_part
+
 
 class Resting:
     """Let FSDP sum the gradients of parts that some ranks leave out, and of their adapters.
@@ -23,6 +25,7 @@ class Resting:
     def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
         self._mesh, self._is_agreeing = mesh, False
         self._is_awake: dict[Any, bool] = {}
+        self._filled: set[Any] = set()  # parts that got zeros in this backward pass
         for layer in layers:
             parts = _resting_parts(
                 layer, has_replicas=mesh.get_group("replicate").size() > 1
@@ -64,9 +67,10 @@ class Resting:
                 parameter.unsharded_accumulated_grad,
             )
             self._is_awake[parameter] |= any(
-                gradient is not None for gradient in gradients
+                self._is_own(parameter, gradient) for gradient in gradients
             )
             if whole.grad is None and whole.requires_grad:
+                self._filled.add(parameter)
                 # torch 2.15 keeps gradients that wait to be summed in a separate dtype.
                 whole.grad = torch.zeros_like(
                     whole, dtype=whole.grad_dtype or whole.dtype
@@ -75,6 +79,16 @@ class Resting:
             self._is_agreeing = True
             # FSDP queued its own callback when backward began, so this one runs after it.
             torch.autograd.Variable._execution_engine.queue_callback(self._agree)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _is_own(self, parameter: Any, gradient: Tensor | None) -> bool:
+        """Return whether a part has a gradient of its own, and not the zeros that it was given.
+
+        A checkpointed layer's input has a hook of its forward pass and one of its recomputation, and with torch 2.11
+        both are called before FSDP sums the gradients.
+        """
+        if gradient is None or parameter not in self._filled:
+            return gradient is not None
+        return bool(local_part(gradient).any())
 
     def _agree(self) -> None:
         """Remove the gradient of parts that rest on all ranks."""
@@ -88,6 +102,7 @@ class Resting:
                 each.sharded_param.grad = None
                 drop_unsummed(each)
         self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
+        self._filled.clear()
 
 
 def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:

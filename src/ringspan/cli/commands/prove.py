@@ -1,0 +1,111 @@
+"""``ringspan prove``: exactness of a model with the options of a step, tried here."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ringspan.cli.checks import AsJson, LocalRanks, on_ranks
+from ringspan.cli.console import console, facts, paragraph, say, silent, table
+from ringspan.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ringspan.proof.run import Proof
+
+EPILOG = (
+    "Example: ringspan prove --model llama-3.1-8b --ranks 2 attention.route=ulysses memory.checkpoint=full. "
+    "On a cluster: torchrun --nnodes 2 --nproc-per-node 8 ... -m ringspan prove --model path/to/model run.toml"
+)
+
+
+def command(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A training file, and settings as key=value of the tables mesh, attention and memory.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A name such as llama-3.1-8b, a config.json, its folder, or a Hub id; default: the training file's.",
+            show_default=False,
+        ),
+    ] = "",
+    ranks: LocalRanks = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model like yours on a ring and on one process, and compare: losses, gradients, weights, logits.
+
+    It has a layer of each kind, random weights, and computes in float64. Exit code 0 if all is exact, 1 if anything
+    differs, with the place, and 2 if the model or an option is refused.
+    """
+    from ringspan.measure.machine import default_ranks
+    from ringspan.plan.model.configs import model_shape
+    from ringspan.torch.runtime.environment import is_rank
+    from ringspan.train.config.step import read_step
+
+    asked = read_step(settings or [])
+    source = model or asked.model
+    if not source:
+        raise ConfigError(
+            "nothing to prove: give --model, such as --model llama-3.1-8b, or a training file"
+        )
+    shape = model_shape(source)
+    nproc = None if is_rank() else default_ranks() if ranks is None else ranks
+
+    def given() -> tuple[Any, ...]:
+        return shape.config, shape.name, asked.options, asked.sizes
+
+    proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
+    if is_first:
+        _show(proof, as_json=as_json)
+    if not proof.is_exact:
+        raise typer.Exit(1)
+
+
+def _prove(*given: Any) -> "Proof":
+    """Prove on this rank; the first one says what it is at."""
+    import torch.distributed as dist
+
+    from ringspan.proof.run import prove_here
+
+    return prove_here(*given, doing=say if dist.get_rank() == 0 else silent)
+
+
+def _show(proof: "Proof", *, as_json: bool) -> None:
+    """Print what was tried, a row for each batch, the place of a difference, and what was not tried."""
+    if as_json:
+        print(json.dumps(proof.as_json()))
+        return
+    out = console()
+    sizes = " x ".join(f"{name} {size}" for name, size in proof.mesh.items())
+    options = ", ".join(f"{name}={value}" for name, value in proof.options.items())
+    tried = f"{proof.layers} layers, {proof.parameters:,} parameters, random weights"
+    rows = [("tried", tried), ("mesh", sizes), ("options", options or "the defaults")]
+    facts(out, proof.model, rows)
+    shown = [
+        [row.batch, f"refused: {row.refused}", ""]
+        if row.error is None
+        else [row.batch, f"{row.error:.1e}", row.of]
+        for row in proof.rows
+    ]
+    headers = ["batch", "worst relative error", "of"]
+    table(out, "against plain transformers on one process", headers, shown)
+    if proof.is_exact:
+        paragraph(out, f"exact, in {proof.seconds:.0f} s", style="green")
+    else:
+        _show_difference(out, proof)
+    paragraph(out, f"not tried: {'; '.join(proof.not_tried)}")
+
+
+def _show_difference(out: Any, proof: "Proof") -> None:
+    """Print the place at which a proof first differs, and the options that it takes."""
+    wrong = next(row for row in proof.rows if not row.is_exact)
+    place = wrong.place or wrong.of
+    paragraph(out, f"differs: {wrong.batch}, first at {place}", style="red")
+    needed = ", ".join(
+        f"{key}={value}" for key, value in (proof.smallest or {}).items()
+    )
+    paragraph(out, f"the fewest options with which it does: {needed or 'the defaults'}")

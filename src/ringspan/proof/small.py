@@ -1,0 +1,239 @@
+"""A model like a given one, small enough to be tried in seconds: one layer of each kind, the ratios of its sizes kept.
+
+Everything that decides what is computed stays: kinds of layers, scalings, caps, biases, ties, the form of positions.
+Widths, numbers of layers and experts, and lengths (windows, chunks, the length that positions were trained for) shrink.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.messages.lines import one_line
+from ringspan.torch.model.layers.decoder import layers_of, text_config
+
+VOCABULARY: Final = 97
+MOST_LAYERS: Final = 8
+"""Layers of a small model; kinds that come later are named as not tried."""
+MOST_PARAMETERS: Final = 30_000_000
+
+_LAYERS: Final = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+)
+_HEADS: Final = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+)
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
+# Sizes by the names that configs give them; a field that a config lacks, or has as None or 0, stays as it is.
+_SIZES: Final[dict[str, int]] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64),
+    **dict.fromkeys(("word_embed_proj_dim", "mamba_d_ssm"), 64),
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim"), 96),
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "expert_dim"), 32),
+    **dict.fromkeys(
+        ("shared_expert_intermediate_size", "shared_intermediate_size"), 32
+    ),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 32),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_value_head_dim",), 6),
+    "qk_head_dim": 24,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 12),
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 3),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_num_experts",), 4),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 6),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 2),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 8),
+    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
+}
+# Lengths, in relation to the tokens of a trial.
+_LENGTHS: Final[dict[str, int]] = {
+    **dict.fromkeys(("sliding_window", "window_size"), 8),
+    "attention_chunk_size": 9,
+    "index_topk": 7,
+    "original_max_position_embeddings": 32,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
+    "max_seq_len": 512,
+    "floor_scale": 8,
+}
+_CHOSEN: Final = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+)
+_ABOUT_FILES: Final = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
+_DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
+_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones."""
+    text = text_config(config)
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedError(
+            f"{type(config).__name__}: models that see or hear are not proven yet; give the config of a language model"
+        )
+    whole = on_meta(text)
+    kinds = [kind_of(layer) for layer in layers_of(whole).values()]
+    kept = _first_of_each(kinds)
+    values = text.to_dict()
+    for name in _ABOUT_FILES:
+        values.pop(name, None)
+    values = _shrunk(values, len(kinds), kept)
+    try:
+        small = type(text)(**values)
+        on_meta(small)
+    except Exception as error:  # each type of model checks its sizes in its own way
+        raise UnsupportedError(
+            f"{type(text).__name__} cannot be made small: {one_line(error)}; use make models, which knows every type"
+        ) from error
+    count = on_meta(small).num_parameters()
+    if count > MOST_PARAMETERS:
+        raise UnsupportedError(
+            f"{type(text).__name__} has {count:,} parameters when made small; use make models, which knows every type"
+        )
+    small._attn_implementation = text._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
+    return small
+
+
+def kinds_left_out(config: PreTrainedConfig, small: PreTrainedConfig) -> int:
+    """Return how many kinds of a model's layers its small one lacks, by their code and settings."""
+    kinds = [
+        {kind_of(layer) for layer in layers_of(on_meta(text_config(each))).values()}
+        for each in (config, small)
+    ]
+    return max(0, len(kinds[0]) - len(kinds[1]))
+
+
+def on_meta(config: PreTrainedConfig) -> Any:
+    """Make a model without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for layers with the same code and settings, whatever their place and sizes."""
+    return tuple(
+        (path, type(module).__name__, *_settings(module))
+        for path, module in layer.named_modules()
+        if not path.rpartition(".")[2].isdecimal()
+    )
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's own switches: a window by whether there is one, and words; sizes and places left out."""
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, bool | str):
+            yield name, value
+        elif "window" in name or "chunk" in name:
+            yield name, value is None
+
+
+def _first_of_each(kinds: list[Any]) -> list[int]:
+    """Return the first layer of each kind, and a second layer if there is only one kind."""
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:MOST_LAYERS]
+    if len(firsts) == 1 and len(kinds) > 1:
+        firsts.append(1)
+    return firsts
+
+
+def _shrunk(values: dict[str, Any], layers: int, kept: list[int]) -> dict[str, Any]:
+    """Return the fields of a config with ``layers`` layers, of which those in ``kept`` stay."""
+    small: dict[str, Any] = {}
+    for name, value in values.items():
+        small[name] = _small_value(name, value, layers, kept)
+    small |= {name: len(kept) for name in _LAYERS if name in values}
+    heads = next((values[name] for name in _HEADS if values.get(name)), 4)
+    small |= {name: 4 for name in _HEADS if values.get(name)}
+    for name in _KV_HEADS:
+        if values.get(name):
+            small[name] = {1: 1, heads: 4}.get(values[name], 2)
+    for name in _CHOSEN:
+        if values.get(name):
+            small[name] = min(2, values[name])
+    # Latent attention rotates a part of each head, which some configs call the head.
+    parts = [values.get(name) or 0 for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
+    if values.get("head_dim") and parts[0]:
+        small["head_dim"] = {parts[0]: 8, sum(parts): 24}.get(values["head_dim"], 16)
+    for name in ("n_group", "num_expert_group"):
+        if (values.get(name) or 1) > 1:
+            small |= {name: 2, "topk_group": 1}
+    small |= {name: number for name, number in _IDS.items() if name in values}
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if values.get(name):
+            small[name] = sum(place < values[name] for place in kept)
+    if values.get("num_kv_shared_layers"):
+        first = layers - values["num_kv_shared_layers"]
+        small["num_kv_shared_layers"] = sum(place >= first for place in kept)
+    if values.get("per_layer_config"):
+        small["per_layer_config"] = {
+            kept.index(int(place)): _small_value("", each, layers, kept)
+            for place, each in values["per_layer_config"].items()
+            if int(place) in kept
+        }
+    return small
+
+
+def _small_value(name: str, value: Any, layers: int, kept: list[int]) -> Any:
+    """Return one field of a small config."""
+    if isinstance(value, dict):
+        return {
+            key: _small_value(str(key), each, layers, kept)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return _small_list(name, value, layers, kept)
+    if name.endswith(_DROPOUT) and isinstance(value, int | float):
+        return type(value)(0)
+    sizes = _SIZES | _LENGTHS
+    if (
+        name in sizes
+        and isinstance(value, int)
+        and value
+        and not isinstance(value, bool)
+    ):
+        return sizes[name]
+    return value
+
+
+def _small_list(name: str, value: list[Any], layers: int, kept: list[int]) -> list[Any]:
+    """Return a list of a small config: of the layers that stay, of their places, or of the factors of positions."""
+    if len(value) == layers:
+        return [value[place] for place in kept]
+    if name.endswith(("_layers", "_layer_ids", "_indices")):
+        return [kept.index(place) for place in value if place in kept]
+    if name.endswith("_factor") and value:  # one for each pair of a head's numbers
+        return value[:: max(1, len(value) // 8)][:8]
+    return value

@@ -1,0 +1,143 @@
+"""Proofs of models on rings: exact as they are, and planted faults found and placed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import ringspan as rs
+from ringspan.proof import steps
+from ringspan.proof.batches import batches
+from ringspan.proof.run import Proof, prove
+from tests.cases import long
+
+Plant = Callable[[Any], None]
+
+
+@contextmanager
+def planted(plant: Plant | None) -> Iterator[None]:
+    """Change each model after it was put on the ring."""
+    plain = steps.parallelize
+
+    def parallelize(model: Any, *args: Any, **options: Any) -> Any:
+        on_ring = plain(model, *args, **options)
+        if plant is not None:
+            plant(on_ring)
+        return on_ring
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "parallelize", parallelize)
+        yield
+
+
+def proven(
+    mesh: Any, kind: str, options: dict[str, Any], plant: Plant | None = None
+) -> Proof:
+    config = CONFIG_MAPPING[kind]()
+    with planted(plant):
+        return prove(config, mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options"),
+    [
+        ("llama", 2, {"route": "ulysses", "checkpoint": "full"}),
+        ("gemma3_text", 3, {"layout": "striped"}),
+        ("qwen3_next", 2, {}),
+        *long(
+            ("gpt_oss", 2, {"folds": 2}),
+            ("deepseek_v3", 2, {"compile": True}),
+            ("mixtral", 4, {"route": "all-gather"}),
+        ),
+    ],
+)
+def test_models_are_exact_as_they_are(pool, kind, ranks, options):
+    for proof in pool.run(proven, ranks, kind, options):
+        assert proof.is_exact, proof.as_json()
+        assert max(row.error for row in proof.rows if row.error is not None) < 1e-12
+        tried = [row.batch for row in proof.rows if not row.refused]
+        assert tried[0] == "one sequence" and len(tried) > 4
+        assert proof.smallest is None
+
+
+def norm_over_the_sequence(model: Any) -> None:
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
+
+
+def restarting_positions(model: Any) -> None:
+    rope = model.model.rotary_emb
+    plain = rope.forward
+    rope.forward = lambda x, position_ids, **kw: plain(x, position_ids % 16, **kw)
+
+
+def scaled_gradient(model: Any) -> None:
+    part = model.model.layers[0].mlp
+    part.register_forward_hook(lambda _, __, out: out + 0.01 * (out - out.detach()))
+
+
+def other_weights(model: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        weight = model.model.layers[1].self_attn.o_proj.weight
+        with torch.no_grad():
+            weight.to_local().add_(1e-3)
+
+
+PLANTED: Final = [
+    (norm_over_the_sequence, "the output of model.layers.1.post_attention_layernorm"),
+    (restarting_positions, "the output of model.layers.0.self_attn"),
+    (scaled_gradient, "the gradient of model.layers.0."),
+    (other_weights, "the output of model.layers.1.self_attn"),
+]
+
+
+@pytest.mark.parametrize(("plant", "place"), PLANTED)
+def test_a_planted_fault_is_found_and_placed(pool, plant, place):
+    options = {"checkpoint": "none", "layout": "contiguous"}
+    for proof in pool.run(proven, 2, "llama", options, plant):
+        wrong = next(row for row in proof.rows if not row.is_exact)
+        assert wrong.place.startswith(place), wrong
+        assert proof.smallest == {}, "no option is to blame"
+
+
+def test_an_option_that_is_to_blame_is_named_alone(pool):
+    options = {"layout": "striped", "comm_dtype": "int8", "checkpoint": "full"}
+    for proof in pool.run(proven, 2, "llama", options):
+        assert not proof.is_exact
+        assert proof.smallest == {"comm_dtype": "int8"}
+        assert "model.layers.0.self_attn" in proof.rows[0].place
+
+
+def refused(mesh: Any, kind: str, options: dict[str, Any]) -> str:
+    with pytest.raises(rs.RingspanError) as raised:
+        proven(mesh, kind, options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("llama", {"route": "pass-q", "comm_dtype": "int8"}, "use 'exact'"),
+        ("deepseek_v32", {"folds": 2}, "use folds=1"),
+        ("qwen2_5_vl", {}, "models that see or hear are not proven yet"),
+    ],
+)
+def test_what_a_ring_refuses_a_proof_refuses(pool, kind, options, said):
+    for message in pool.run(refused, 2, kind, options):
+        assert said in message
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_batches_have_targets_and_rest_on_some_ranks(ranks):
+    given = batches(ranks)
+    for batch in given.values():
+        assert (batch.inputs["labels"] != -100).any()
+        for row, start, stop in batch.parts:
+            assert batch.real[row, start:stop].all()
+        assert sum(stop - start for _, start, stop in batch.parts) == batch.real.sum()
+    early = given["a rank without targets"].inputs["labels"]
+    last = (early != -100).nonzero()[-1, 1]
+    assert ranks == 1 or last < early.shape[1] // ranks

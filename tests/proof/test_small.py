@@ -1,0 +1,78 @@
+"""Small models like given ones: a layer of each kind, ratios and switches kept."""
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import ringspan as rs
+from ringspan.proof.small import MOST_PARAMETERS, kinds_left_out, small_config
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("llama", 2),  # of one kind
+        ("gemma3_text", 2),  # with a window and without
+        ("deepseek_v3", 2),  # dense and sparse
+        ("llama4_text", 2),
+        ("qwen3_next", 2),
+        ("gemma3n_text", None),
+        ("gpt_oss", 2),
+    ],
+)
+def test_each_kind_of_layer_stays(kind, layers):
+    config = CONFIG_MAPPING[kind]()
+    small = small_config(config)
+    assert kinds_left_out(config, small) == 0
+    if layers is not None:
+        assert small.num_hidden_layers == layers
+    model = AutoModelForCausalLM.from_config(small)
+    assert model.num_parameters() < MOST_PARAMETERS
+
+
+@pytest.mark.parametrize(("given", "kept"), [(1, 1), (8, 2), (32, 4)])
+def test_ratios_of_heads_stay(given, kept):
+    config = CONFIG_MAPPING["llama"](num_attention_heads=32, num_key_value_heads=given)
+    small = small_config(config)
+    assert small.num_attention_heads == 4
+    assert small.num_key_value_heads == kept
+
+
+def test_switches_and_scalings_of_a_changed_config_stay():
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    }
+    config = CONFIG_MAPPING["qwen3"](
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_dropout=0.1,
+        rope_parameters=rope,
+        hidden_act="gelu",
+    )
+    small = small_config(config)
+    assert small.tie_word_embeddings and small.attention_bias
+    assert small.hidden_act == "gelu" and small.attention_dropout == 0
+    assert small.rope_parameters["factor"] == 4.0
+    assert small.rope_parameters["rope_theta"] == 1e6
+    assert small.rope_parameters["original_max_position_embeddings"] == 32
+
+
+def test_a_window_shrinks_and_stays_in_its_layers():
+    types = ["full_attention", *["sliding_attention"] * 3]
+    config = CONFIG_MAPPING["qwen2"](
+        num_hidden_layers=4,
+        layer_types=types,
+        use_sliding_window=True,
+        sliding_window=4096,
+        max_window_layers=1,
+    )
+    small = small_config(config)
+    assert small.layer_types == ["full_attention", "sliding_attention"]
+    assert small.sliding_window == 8
+
+
+def test_a_type_that_is_not_made_small_says_so():
+    with pytest.raises(rs.UnsupportedError, match="use make models"):
+        small_config(CONFIG_MAPPING["mamba2"]())
