@@ -58,13 +58,13 @@ def _packed(length: int) -> Batch:
 
 
 def _padded(length: int) -> Batch:
-    ids, before, behind = _tokens(2, length, 3), 6, 4
+    ids, before, after = _tokens(2, length, 3), 6, 4
     mask = torch.ones_like(ids)
-    mask[0, :before], mask[1, -behind:] = 0, 0
+    mask[0, :before], mask[1, -after:] = 0, 0
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[0, before] = IGNORED  # padding would predict it
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    return Batch(inputs, ((0, before, length), (1, 0, length - behind)))
+    return Batch(inputs, ((0, before, length), (1, 0, length - after)))
 
 
 def _masked(length: int) -> Batch:

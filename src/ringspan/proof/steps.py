@@ -37,7 +37,7 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     logits: Tensor | None = None
     layers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Hidden states behind each layer and each of its parts, in the order of their computation."""
+    """Hidden states after each layer and each of its parts, in the order of their computation."""
 
 
 def make_model(config: PreTrainedConfig) -> Any:
@@ -59,7 +59,7 @@ def make_model(config: PreTrainedConfig) -> Any:
 
 @lru_cache
 def _in_float64(kind: type) -> dict[str, Any]:
-    """Return what the module of a model has, made anew from its source with float64 wherever that says float32."""
+    """Return what the module of a model has, made again from its source with float64 wherever that says float32."""
     module = sys.modules[kind.__module__]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()
@@ -176,7 +176,7 @@ def _whole(
 
 
 def layers_alone(config: PreTrainedConfig, batch: Batch) -> dict[str, Tensor]:
-    """Return the hidden states (B, S, C) behind every part of every layer, of plain transformers."""
+    """Return the hidden states (B, S, C) after every part of every layer, of plain transformers."""
     model = make_model(config)
     ids = batch.inputs["input_ids"]
     found: dict[str, Tensor] = {}
@@ -194,7 +194,7 @@ def layers_alone(config: PreTrainedConfig, batch: Batch) -> dict[str, Tensor]:
 def layers_on_ring(
     config: PreTrainedConfig, batch: Batch, mesh: DeviceMesh, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the hidden states (B, S, C) behind every part of every layer, gathered from a ring."""
+    """Return the hidden states (B, S, C) after every part of every layer, gathered from a ring."""
     model = parallelize(make_model(config), mesh, **options)
     layout = options.get("layout", "zigzag")
     local = shard_batch(batch.inputs, mesh, layout=layout)

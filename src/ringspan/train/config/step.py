@@ -1,4 +1,4 @@
-"""Options of a training step alone, from a training file or its ``key=value`` settings."""
+"""Options of a training step, from a training file or its ``key=value`` settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
