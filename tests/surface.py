@@ -47,6 +47,7 @@ OBJECTS = {
     "plan": ["plan", "--json"],
     "plan --rollouts": ["plan", "--rollouts", "8", "--json"],
     "plan --generate": ["plan", "--generate", "--json"],
+    "prove": ["prove", "--model", ".", "--ranks", "2", "--json"],
     "plan --group": [
         "plan",
         "--group",

@@ -51,11 +51,11 @@ def _errors(found: Outcome, expected: Outcome, batch: Batch | None) -> Iterable[
         yield Error(_relative(one, other), f"the loss of step {step + 1}")
     yield from _gradient_errors(found, expected)
     for name, weight in expected.weights.items():
-        yield Error(_relative(found.weights[name], weight), f"{name} after the steps")
+        yield Error(_relative(found.weights[name], weight), name)
     if found.logits is not None and expected.logits is not None:
         real = slice(None) if batch is None else batch.real
         error = _relative(found.logits[real], expected.logits[real])
-        yield Error(error, "logits in evaluation")
+        yield Error(error, "the logits in evaluation")
 
 
 def _gradient_errors(found: Outcome, expected: Outcome) -> Iterable[Error]:

@@ -25,7 +25,7 @@ from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
 
 STEPS: Final = 2
-_PROMPT, _WRITTEN = 30, 6
+_PROMPT, _READ_AT_ONCE, _WRITTEN = 75, 17, 6
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Outcome:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, Any])
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
     layers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Hidden states after each layer and each of its parts, in the order of their computation."""
@@ -125,7 +126,8 @@ def run_on_ring(
 
 
 def write(model: Any) -> Outcome:
-    """Let a model write the most likely tokens after a prompt; their numbers count as weights, for ``worst_error``."""
+    """Let a model write the most likely tokens after a prompt that a ring reads in chunks, split over its ranks."""
+    vars(model)["ring_prefill_tokens"] = _READ_AT_ONCE
     random = torch.Generator().manual_seed(4)
     prompt = torch.randint(3, VOCABULARY, (1, _PROMPT), generator=random)
     with torch.no_grad():
@@ -157,7 +159,8 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
         optimizer.step()
         optimizer.zero_grad()
     found.weights = {
-        name: _gathered(p.detach()) for name, p in model.named_parameters()
+        f"{name} after the steps": _gathered(p.detach())
+        for name, p in model.named_parameters()
     }
 
 
