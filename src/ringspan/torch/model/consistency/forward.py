@@ -37,9 +37,9 @@ _DIGESTS: Final = (
     "labels",
     "position_ids",
     "attention_mask",
-    "images, token types or routes",
-    "routes",
 )
+# Those that follow, by the argument of a pass that brings one.
+_FURTHER_DIGESTS: Final = {"media": "images and token types", "routes": "routes"}
 
 
 @contextmanager
@@ -180,6 +180,11 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
     lengths = arguments.get("document_lengths")
     digests = () if digest is None else digest.tolist()
+    further = (
+        said
+        for name, said in _FURTHER_DIGESTS.items()
+        if arguments.get(name) is not None
+    )
     return {
         "batch size": batch_size,
         "local length": length,
@@ -190,7 +195,7 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
         "length of the longest document": None if longest is None else int(longest),
         **{
             name: f"digest {number % (1 << 64):016x}"
-            for name, number in zip(_DIGESTS, digests, strict=False)
+            for name, number in zip((*_DIGESTS, *further), digests, strict=False)
         },
     }
 
