@@ -13,7 +13,7 @@ SECTIONS = {
     "train": "train", "metrics.jsonl": "metrics.jsonl", "plan": "plan and rehearse",
     "plan --rollouts": "plan and rehearse", "rehearse": "plan and rehearse",
     "plan --generate": "plan --generate", "plan --group": "plan --group", "generate": "generate", "eval": "eval",
-    "doctor": "doctor", "bench attention": "bench attention",
+    "doctor": "doctor", "prove": "prove", "bench attention": "bench attention",
 }  # fmt: skip
 
 
