@@ -420,7 +420,7 @@ TAKES_MODULES = {
     "plan/model/hub.py": "the Hub's clients read HF_HUB_OFFLINE when they are imported",
     # These read only, what is loaded already or not at all.
     "hf/seams.py": "looks for names that a release no longer has",
-    "proof/steps.py": "the source of a model's class, computed in float64",
+    "proof/float64.py": "the source of a model's class, computed in float64",
     "torch/model/adapters.py": "PEFT",
     "torch/model/merged.py": "PEFT, and the module of a model's class",
     "torch/runtime/forks.py": "torch",

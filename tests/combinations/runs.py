@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import ringspan as rs
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import random_state, restore, run_state
+from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.memory import offload
 from ringspan.torch.model.memory.adamw import own_state
@@ -26,7 +27,6 @@ from tests.combinations.batches import (
 from tests.combinations.tables import Draw, options_of, value
 from tests.every_model.hybrids import HYBRIDS, INDEXED
 from tests.torch.engine.recurrence.models import build as build_hybrid
-from tests.torch.float64 import in_float64_of
 from tests.torch.model.test_peft import stir
 from tests.torch.models import build, whole, whole_gradients
 

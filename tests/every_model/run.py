@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
 from ringspan.plan.model.configs import from_config
+from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.model.layers.decoder import STATEFUL_LAYERS, has_index, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
@@ -34,7 +35,6 @@ from tests.every_model.tiny import (
     undropped_config,
 )
 from tests.pool import Pool
-from tests.torch.float64 import in_float64_of
 from tests.torch.mechanisms.media.models import KINDS as WITH_IMAGES
 from tests.torch.mechanisms.media.models import batch_of
 from tests.torch.mechanisms.media.models import one_process as image_step_of_one

@@ -4,7 +4,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ringspan as rs
-from ringspan.proof.small import MOST_PARAMETERS, kinds_left_out, small_config
+from ringspan.proof.small import MOST_PARAMETERS, small_model
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from ringspan.proof.small import MOST_PARAMETERS, kinds_left_out, small_config
 )
 def test_each_kind_of_layer_stays(kind, layers):
     config = CONFIG_MAPPING[kind]()
-    small = small_config(config)
-    assert kinds_left_out(config, small) == 0
+    small = small_model(config)
+    assert small.kinds_left_out == 0
     if layers is not None:
-        assert small.num_hidden_layers == layers
-    model = AutoModelForCausalLM.from_config(small)
-    assert model.num_parameters() < MOST_PARAMETERS
+        assert small.config.num_hidden_layers == small.layers == layers
+    model = AutoModelForCausalLM.from_config(small.config)
+    assert model.num_parameters() == small.parameters < MOST_PARAMETERS
 
 
 @pytest.mark.parametrize(("given", "kept"), [(1, 1), (8, 2), (32, 4)])
 def test_ratios_of_heads_stay(given, kept):
     config = CONFIG_MAPPING["llama"](num_attention_heads=32, num_key_value_heads=given)
-    small = small_config(config)
+    small = small_model(config).config
     assert small.num_attention_heads == 4
     assert small.num_key_value_heads == kept
 
@@ -51,7 +51,7 @@ def test_switches_and_scalings_of_a_changed_config_stay():
         rope_parameters=rope,
         hidden_act="gelu",
     )
-    small = small_config(config)
+    small = small_model(config).config
     assert small.tie_word_embeddings and small.attention_bias
     assert small.hidden_act == "gelu" and small.attention_dropout == 0
     assert small.rope_parameters["factor"] == 4.0
@@ -68,11 +68,11 @@ def test_a_window_shrinks_and_stays_in_its_layers():
         sliding_window=4096,
         max_window_layers=1,
     )
-    small = small_config(config)
+    small = small_model(config).config
     assert small.layer_types == ["full_attention", "sliding_attention"]
     assert small.sliding_window == 8
 
 
 def test_a_type_that_is_not_made_small_says_so():
     with pytest.raises(rs.UnsupportedError, match="use make models"):
-        small_config(CONFIG_MAPPING["mamba2"]())
+        small_model(CONFIG_MAPPING["mamba2"]())

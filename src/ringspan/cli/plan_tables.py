@@ -120,6 +120,7 @@ def show_rollouts(answer: Plan, result: dict[str, Any], rollouts: Rollouts) -> N
 def _rollouts(
     answer: Plan, result: dict[str, Any], rollouts: Rollouts
 ) -> Iterator[tuple[str, str]]:
+    """Yield a title and a line for the trainer, the engine, its cache, and the hand-over."""
     engine, device = rollouts.engine, answer.question.device
     needs = shown_bytes(result["peak_bytes"] + result["reserve_bytes"])
     has = shown_bytes(device.memory_bytes)

@@ -45,6 +45,7 @@ def worst_error(found: Outcome, expected: Outcome, batch: Batch | None = None) -
 
 
 def _errors(found: Outcome, expected: Outcome, batch: Batch | None) -> Iterable[Error]:
+    """Yield the error of each loss, gradient, weight, and of all logits, in the order of a step."""
     for step, (one, other) in enumerate(
         zip(found.losses, expected.losses, strict=True)
     ):
@@ -59,6 +60,7 @@ def _errors(found: Outcome, expected: Outcome, batch: Batch | None) -> Iterable[
 
 
 def _gradient_errors(found: Outcome, expected: Outcome) -> Iterable[Error]:
+    """Yield each gradient's error, infinite if only one of the two runs has it."""
     norms = [float(g.norm()) for g in expected.gradients.values() if g is not None]
     floor = _NEGLIGIBLE * max(norms, default=0.0)
     for name, gradient in expected.gradients.items():

@@ -14,7 +14,7 @@ from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.reader import config_of
 from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
-from ringspan.proof.small import kinds_left_out, small_config
+from ringspan.proof.small import small_model
 from ringspan.torch.engine.transport.collectives import gather_over
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.mesh import init_mesh
@@ -82,19 +82,11 @@ def prove_on(
         UnsupportedError, ConfigError, LayoutError: what ``parallelize`` raises for the model or its options.
     """
     started = time.perf_counter()
-    small = small_config(config)
-    model = steps.make_model(small)
-    proof = Proof(
-        name,
-        len(steps.layers_of(model)),
-        model.num_parameters(),
-        {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()},
-        options,
-    )
-    del model
-    left = kinds_left_out(config, small)
-    if left:
-        proof.not_tried.insert(0, f"{left} further kinds of layers")
+    small, layers, parameters, left_out = small_model(config)
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
+    proof = Proof(name, layers, parameters, sizes, options)
+    if left_out:
+        proof.not_tried.insert(0, f"{left_out} further kinds of layers")
     given = batches(mesh["ring"].size(), options.get("folds", 1))
     for label, batch in given.items():
         doing(label)

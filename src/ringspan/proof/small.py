@@ -6,7 +6,7 @@ Widths, numbers of layers and experts, and lengths (windows, chunks, the length 
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -68,9 +68,7 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 8),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
-}
-# Lengths, in relation to the tokens of a trial.
-_LENGTHS: Final[dict[str, int]] = {
+    # Lengths, in relation to the tokens of a trial.
     **dict.fromkeys(("sliding_window", "window_size"), 8),
     "attention_chunk_size": 9,
     "index_topk": 7,
@@ -96,52 +94,58 @@ _DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
 _IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones."""
+class Small(NamedTuple):
+    """A small config, the layers and parameters of its model, and how many kinds of the given layers it lacks."""
+
+    config: PreTrainedConfig
+    layers: int
+    parameters: int
+    kinds_left_out: int
+
+
+def small_model(config: PreTrainedConfig) -> Small:
+    """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones.
+
+    Raises:
+        UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
+    """
     text = text_config(config)
+    name = type(text).__name__
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedError(
             f"{type(config).__name__}: models that see or hear are not proven yet; give the config of a language model"
         )
-    whole = on_meta(text)
-    kinds = [kind_of(layer) for layer in layers_of(whole).values()]
-    kept = _first_of_each(kinds)
+    kinds = _kinds(_on_meta(text))
     values = text.to_dict()
-    for name in _ABOUT_FILES:
-        values.pop(name, None)
-    values = _shrunk(values, len(kinds), kept)
+    for field in _ABOUT_FILES:
+        values.pop(field, None)
     try:
-        small = type(text)(**values)
-        on_meta(small)
+        small = type(text)(**_shrunk(values, len(kinds), _first_of_each(kinds)))
+        model = _on_meta(small)
     except Exception as error:  # each type of model checks its sizes in its own way
         raise UnsupportedError(
-            f"{type(text).__name__} cannot be made small: {one_line(error)}; use make models, which knows every type"
+            f"{name} cannot be made small: {one_line(error)}; use make models, which knows every type"
         ) from error
-    count = on_meta(small).num_parameters()
+    count, there = model.num_parameters(), _kinds(model)
     if count > MOST_PARAMETERS:
         raise UnsupportedError(
-            f"{type(text).__name__} has {count:,} parameters when made small; use make models, which knows every type"
+            f"{name} has {count:,} parameters when made small; use make models, which knows every type"
         )
     small._attn_implementation = text._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
-    return small
+    return Small(small, len(there), count, max(0, len({*kinds}) - len({*there})))
 
 
-def kinds_left_out(config: PreTrainedConfig, small: PreTrainedConfig) -> int:
-    """Return how many kinds of a model's layers its small one lacks, by their code and settings."""
-    kinds = [
-        {kind_of(layer) for layer in layers_of(on_meta(text_config(each))).values()}
-        for each in (config, small)
-    ]
-    return max(0, len(kinds[0]) - len(kinds[1]))
+def _kinds(model: Any) -> list[tuple[Any, ...]]:
+    return [_kind_of(layer) for layer in layers_of(model).values()]
 
 
-def on_meta(config: PreTrainedConfig) -> Any:
+def _on_meta(config: PreTrainedConfig) -> Any:
     """Make a model without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
-def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for layers with the same code and settings, whatever their place and sizes."""
     return tuple(
         (path, type(module).__name__, *_settings(module))
@@ -171,33 +175,59 @@ def _first_of_each(kinds: list[Any]) -> list[int]:
 
 def _shrunk(values: dict[str, Any], layers: int, kept: list[int]) -> dict[str, Any]:
     """Return the fields of a config with ``layers`` layers, of which those in ``kept`` stay."""
-    small: dict[str, Any] = {}
-    for name, value in values.items():
-        small[name] = _small_value(name, value, layers, kept)
-    small |= {name: len(kept) for name in _LAYERS if name in values}
-    heads = next((values[name] for name in _HEADS if values.get(name)), 4)
-    small |= {name: 4 for name in _HEADS if values.get(name)}
-    for name in _KV_HEADS:
-        if values.get(name):
-            small[name] = {1: 1, heads: 4}.get(values[name], 2)
-    for name in _CHOSEN:
-        if values.get(name):
-            small[name] = min(2, values[name])
+    small = {
+        name: _small_value(name, value, layers, kept) for name, value in values.items()
+    }
+    set_ones = {name: value for name, value in values.items() if value}
+    return (
+        small
+        | _small_heads(set_ones)
+        | _small_experts(set_ones)
+        | _small_layers(set_ones, layers, kept)
+        | {name: number for name, number in _IDS.items() if name in values}
+    )
+
+
+def _small_heads(values: dict[str, Any]) -> dict[str, Any]:
+    """Return four heads, key/value heads in their ratio, and the size that some configs call a head's."""
+    heads = next((values[name] for name in _HEADS if name in values), 4)
+    small = {name: 4 for name in _HEADS if name in values}
+    small |= {
+        name: {1: 1, heads: 4}.get(values[name], 2)
+        for name in _KV_HEADS
+        if name in values
+    }
     # Latent attention rotates a part of each head, which some configs call the head.
-    parts = [values.get(name) or 0 for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
-    if values.get("head_dim") and parts[0]:
-        small["head_dim"] = {parts[0]: 8, sum(parts): 24}.get(values["head_dim"], 16)
+    rotated, rest = (
+        values.get(name, 0) for name in ("qk_rope_head_dim", "qk_nope_head_dim")
+    )
+    if rotated and "head_dim" in values:
+        sizes = {rotated: 8, rotated + rest: 24}
+        small["head_dim"] = sizes.get(values["head_dim"], 16)
+    return small
+
+
+def _small_experts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return at most two experts of a token, and two groups of them if there are several."""
+    small = {name: min(2, values[name]) for name in _CHOSEN if name in values}
     for name in ("n_group", "num_expert_group"):
-        if (values.get(name) or 1) > 1:
+        if values.get(name, 1) > 1:
             small |= {name: 2, "topk_group": 1}
-    small |= {name: number for name, number in _IDS.items() if name in values}
+    return small
+
+
+def _small_layers(
+    values: dict[str, Any], layers: int, kept: list[int]
+) -> dict[str, Any]:
+    """Return how many layers stay, how many of the dense first and the sharing last, and fields of single layers."""
+    small: dict[str, Any] = {name: len(kept) for name in _LAYERS if name in values}
     for name in ("first_k_dense_replace", "num_dense_layers"):
-        if values.get(name):
+        if name in values:
             small[name] = sum(place < values[name] for place in kept)
-    if values.get("num_kv_shared_layers"):
+    if "num_kv_shared_layers" in values:
         first = layers - values["num_kv_shared_layers"]
         small["num_kv_shared_layers"] = sum(place >= first for place in kept)
-    if values.get("per_layer_config"):
+    if "per_layer_config" in values:
         small["per_layer_config"] = {
             kept.index(int(place)): _small_value("", each, layers, kept)
             for place, each in values["per_layer_config"].items()
@@ -217,15 +247,8 @@ def _small_value(name: str, value: Any, layers: int, kept: list[int]) -> Any:
         return _small_list(name, value, layers, kept)
     if name.endswith(_DROPOUT) and isinstance(value, int | float):
         return type(value)(0)
-    sizes = _SIZES | _LENGTHS
-    if (
-        name in sizes
-        and isinstance(value, int)
-        and value
-        and not isinstance(value, bool)
-    ):
-        return sizes[name]
-    return value
+    is_size = type(value) is int and value != 0
+    return _SIZES.get(name, value) if is_size else value
 
 
 def _small_list(name: str, value: list[Any], layers: int, kept: list[int]) -> list[Any]:

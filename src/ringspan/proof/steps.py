@@ -1,26 +1,23 @@
 """Two training steps, an evaluation and a generation, by plain transformers on one process or on a ring."""
 
-import re
-import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.proof.batches import Batch
+from ringspan.proof.float64 import in_float64_of
 from ringspan.proof.small import VOCABULARY
-from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.model.layers.decoder import layers_of
-from ringspan.torch.model.layers.modules import hidden_of
+from ringspan.torch.model.layers.modules import hidden_of, whole
+from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
 
@@ -37,8 +34,6 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
-    layers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Hidden states after each layer and each of its parts, in the order of their computation."""
 
 
 def make_model(config: PreTrainedConfig) -> Any:
@@ -52,25 +47,9 @@ def make_model(config: PreTrainedConfig) -> Any:
             # A norm's weight stays near one. Some models leave others as they come, so all are made here.
             is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
             parameter.copy_(noise + 1 if is_norm else noise)
-    wide: Any = _in_float64(type(model))[type(model).__name__](model.config).double()
-    wide.load_state_dict(model.state_dict())
+    wide = in_float64_of(model)
     wide.set_experts_implementation("eager")  # grouped products know no float64
     return wide.train()
-
-
-@lru_cache
-def _in_float64(kind: type) -> dict[str, Any]:
-    """Return what the module of a model has, made again from its source with float64 wherever that says float32."""
-    module = sys.modules[kind.__module__]
-    with open(str(module.__file__), encoding="utf-8") as file:
-        source = file.read()
-    source = source.replace(".float()", ".double()")
-    source = re.sub(r"\btorch\.float(32)?\b", "torch.float64", source)
-    copy = types.ModuleType(module.__name__)
-    copy.__package__, copy.__file__ = module.__package__, module.__file__
-    # The file is the one that Python has imported already.
-    exec(compile(source, str(module.__file__), "exec"), vars(copy))  # noqa: S102
-    return vars(copy)
 
 
 def run_alone(config: PreTrainedConfig, batch: Batch) -> Outcome:
@@ -108,21 +87,28 @@ def run_on_ring(
 ) -> Outcome:
     """Run a batch on a ring; every rank returns the whole outcome."""
     model, found = parallelize(make_model(config), mesh, **options), Outcome()
-    how: dict[str, Any] = {
-        "layout": options.get("layout", "zigzag"),
-        "folds": options.get("folds", 1),
-    }
-    local = shard_batch(batch.inputs, mesh, **how)
+    local = _local(batch, mesh, options)
     _train(model, lambda: model(**local).loss, found)
-    if how["folds"] > 1:  # numbers of local tokens are folds', one after the other
-        return found
-    evaluated = dict(local)
-    del evaluated["shift_labels"]
+    evaluated = {name: x for name, x in local.items() if name != "shift_labels"}
     model.eval()
     with torch.no_grad():
-        logits: Any = model(**evaluated).logits
-    found.logits = _whole(logits, batch, mesh, how["layout"], local)
+        logits = model(**evaluated).logits
+        found.logits = _everywhere(model, logits, batch, local)
     return found
+
+
+def _local(batch: Batch, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a batch for the options of ``parallelize``."""
+    how = {name: options[name] for name in ("layout", "folds") if name in options}
+    return shard_batch(batch.inputs, mesh, **how)
+
+
+def _everywhere(
+    model: Any, part: Tensor, batch: Batch, local: dict[str, Any]
+) -> Tensor:
+    """Gather what the ranks of a ring have of each token (B, T, ...) into (B, S, ...)."""
+    length = batch.inputs["input_ids"].shape[1]
+    return gathered_tokens(model, part, length, local.get("document_lengths"))
 
 
 def write(model: Any) -> Outcome:
@@ -153,29 +139,15 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
         value.backward()
         if step == 0:
             found.gradients = {
-                name: None if p.grad is None else _gathered(p.grad)
+                name: None if p.grad is None else whole(p.grad).clone()
                 for name, p in model.named_parameters()
             }
         optimizer.step()
         optimizer.zero_grad()
     found.weights = {
-        f"{name} after the steps": _gathered(p.detach())
+        f"{name} after the steps": whole(p.detach()).clone()
         for name, p in model.named_parameters()
     }
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def _whole(
-    local: Tensor, batch: Batch, mesh: DeviceMesh, layout: Any, given: dict[str, Any]
-) -> Tensor:
-    """Gather what the ranks of a ring have of each token (B, T, ...) into (B, S, ...)."""
-    length, ring = batch.inputs["input_ids"].shape[1], mesh["ring"]
-    lengths = given.get("document_lengths")
-    split = BatchLayout.of(layout, length, ring.size(), lengths)
-    return split.unshard(local, ring.get_group())
 
 
 def layers_alone(config: PreTrainedConfig, batch: Batch) -> dict[str, Tensor]:
@@ -199,39 +171,34 @@ def layers_on_ring(
 ) -> dict[str, Tensor]:
     """Return the hidden states (B, S, C) after every part of every layer, gathered from a ring."""
     model = parallelize(make_model(config), mesh, **options)
-    layout = options.get("layout", "zigzag")
-    local = shard_batch(batch.inputs, mesh, layout=layout)
+    local = _local(batch, mesh, options)
     with torch.no_grad(), _watching(model) as seen:
         model(**local)
     return {
-        name: _whole(hidden, batch, mesh, layout, local)
-        for name, hidden in seen.items()
+        name: _everywhere(model, hidden, batch, local) for name, hidden in seen.items()
     }
 
 
-class _watching:
-    """Context that notes what layers and their parts return: hidden states (B, T, C) by the path of the module."""
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Note what layers and their parts return: hidden states (B, T, C) by the path of the module."""
+    seen: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._handles = model, list[Any]()
+    def noting(place: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: object, output: Any) -> None:
+            hidden = hidden_of(output)
+            if isinstance(hidden, Tensor) and hidden.ndim == 3:
+                seen[place] = hidden.detach().clone()
 
-    def __enter__(self) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
+        return note
 
-        def note(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, args: object, output: Any) -> None:
-                hidden = hidden_of(output)
-                if isinstance(hidden, Tensor) and hidden.ndim == 3:
-                    seen[name] = hidden.detach().clone()
-
-            return hook
-
-        for path, layer in layers_of(self._model).items():
-            for name, part in [*layer.named_children(), ("", layer)]:
-                place = f"{path}.{name}".rstrip(".")
-                self._handles.append(part.register_forward_hook(note(place)))
-        return seen
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    handles = [
+        part.register_forward_hook(noting(f"{path}.{name}".rstrip(".")))
+        for path, layer in layers_of(model).items()
+        for name, part in [*layer.named_children(), ("", layer)]
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
             handle.remove()

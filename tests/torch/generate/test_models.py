@@ -13,11 +13,11 @@ import ringspan as rs
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from ringspan.plan.generation.cost import Text, text_bytes
 from ringspan.plan.model.configs import from_config
+from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.generate.cache.pools import Pools
 from ringspan.torch.generate.options import cache_bytes
 from tests.cases import long
 from tests.every_model.tiny import MULTIMODAL, tiny_config, tiny_model, tiny_tokens
-from tests.torch.float64 import in_float64_of
 from tests.torch.generate import models
 from tests.torch.generate.test_generate import (
     WAYS,

@@ -40,7 +40,7 @@ class Mechanism:
     keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of a whole batch that ``shard_batch`` hands to this mechanism."""
     of_tokens: ClassVar[Mapping[str, int]] = {}
-    """Those of them with an entry (B, S, ...) for each token, cut as labels are, and their padding."""
+    """Keys among these with an entry (B, S, ...) for each token, cut as labels are, and their padding."""
 
     # parallelize
 

@@ -1,7 +1,7 @@
 """Options of a training step, from a training file or its ``key=value`` settings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from ringspan.train.config.tables import (
     MemoryConfig,
     MeshConfig,
     TrainConfig,
+    step_options,
 )
 
 
@@ -46,15 +47,13 @@ def read_step(settings: Sequence[str]) -> AskedStep:
         model = tables.model.path or ""
     else:
         tables, model = _tables(settings), ""
-    chosen = tables.attention, tables.memory
-    plain, options = StepConfig(), dict[str, Any]()
-    for table in chosen:
-        for field in fields(StepConfig):
-            value = getattr(table, field.name, None)
-            # What "auto" chooses depends on sizes that a small model does not have.
-            is_chosen = value not in (None, getattr(plain, field.name))
-            if is_chosen and (value != "auto" or field.name == "route"):
-                options[field.name] = value
+    plain = StepConfig()
+    options = {
+        name: value
+        for name, value in step_options(tables.attention, tables.memory).items()
+        # What "auto" chooses depends on sizes that a small model does not have.
+        if value != getattr(plain, name) and (value != "auto" or name == "route")
+    }
     return AskedStep(options, tables.mesh.model_dump(), model)
 
 

@@ -5,7 +5,7 @@ not from the file's folder.
 """
 
 from dataclasses import fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -259,6 +259,16 @@ class WatchdogConfig(Table):
     """Time after which a silent rank (stopped or cut off) counts as stalled, whatever it was doing."""
 
 
+def step_options(*tables: Table) -> dict[str, Any]:
+    """Return the options of ``StepConfig`` that tables have, which have the same names there."""
+    return {
+        field.name: getattr(table, field.name)
+        for table in tables
+        for field in fields(StepConfig)
+        if field.name in type(table).model_fields
+    }
+
+
 class TrainConfig(Table):
     """A training run, made by `load_config` or `parse_config`; built directly, it raises pydantic's ValidationError."""
 
@@ -385,14 +395,7 @@ class TrainConfig(Table):
         self, checkpoint: CheckpointName, layers_per_checkpoint: int
     ) -> StepConfig:
         """Return the options of ``parallelize``, with the memory options that "auto" chose."""
-        tables = (self.model, self.attention, self.memory, self.optimizer)
-        # An option has the name that it has in its table.
-        options = {
-            field.name: getattr(table, field.name)
-            for table in tables
-            for field in fields(StepConfig)
-            if field.name in type(table).model_fields
-        }
+        options = step_options(self.model, self.attention, self.memory, self.optimizer)
         chosen = {
             "checkpoint": checkpoint,
             "layers_per_checkpoint": layers_per_checkpoint,

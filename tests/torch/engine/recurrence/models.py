@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ringspan.proof.float64 import in_float64
 from tests.every_model.hybrids import hybrid_config
-from tests.torch.float64 import in_float64
 
 
 @lru_cache

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.geometry.folds import fold_layouts, folded_layout
+from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.engine.attention.request import Request
 from ringspan.torch.mechanisms.folds.attention import Fold, Folds, attend_in_folds
 from tests.cases import pairwise
 from tests.core.strategies import masks
-from tests.torch.float64 import in_float64_of
 from tests.torch.models import build, relative, tokens, whole_gradients
 
 KINDS: list[tuple[str, dict[str, Any]]] = [

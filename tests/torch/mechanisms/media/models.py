@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-from tests.torch.float64 import in_float64_of
+from ringspan.proof.float64 import in_float64_of
 
 IMAGE, VIDEO = 95, 96
 _TEXT: Final[dict[str, Any]] = {

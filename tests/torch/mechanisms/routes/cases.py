@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.proof.float64 import in_float64_of
 from tests.torch import models
 from tests.torch.engine.recurrence.models import build
-from tests.torch.float64 import in_float64_of
 
 LENGTH, EXPERTS, CHOSEN = 37, 4, 2
 _MOE: Final = {"num_hidden_layers": 3, "num_experts_per_tok": CHOSEN}

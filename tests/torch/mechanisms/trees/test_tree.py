@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import ringspan as rs
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BATCH_LAYOUT_NAMES, PREFIX_LOSS_NAMES
+from ringspan.proof.float64 import in_float64_of
 from tests.cases import long
 from tests.core.geometry.test_tree import trees
 from tests.every_model.hybrids import HYBRIDS
@@ -21,7 +22,6 @@ from tests.every_model.tiny import tiny_model
 from tests.fuzz import examples
 from tests.torch.data.test_batch import parts
 from tests.torch.engine.recurrence.models import build as build_hybrid
-from tests.torch.float64 import in_float64_of
 from tests.torch.models import build, relative, tokens, whole_gradients
 
 FAMILY = Tree((9, 5, 4, 1, 3, 7, 6), (-1, 0, 1, 1, 0, -1, 5))

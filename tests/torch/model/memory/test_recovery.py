@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from tests.torch.float64 import in_float64_of
+from ringspan.proof.float64 import in_float64_of
 from tests.torch.models import build, close_by_name, logged, tokens, whole_gradients
 
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.model.consistency import fixed
 from tests.cases import long
-from tests.torch.float64 import in_float64_of
 from tests.torch.models import build, close_by_name, relative, tokens, whole_gradients
 
 TARGETS = ["q_proj", "down_proj", "lm_head"]

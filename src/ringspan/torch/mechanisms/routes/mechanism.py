@@ -65,6 +65,7 @@ class RoutesMechanism(Mechanism):
         return {}, [int(digest_integers(routes.long()))]
 
     def check(self, model: RingModel, batch: Mapping[str, Any]) -> None:
+        """Raise for a model without experts or compiled, and for routes of other layers or experts."""
         routes: Tensor | None = batch.get(ROUTES)
         if routes is None and not records():
             return

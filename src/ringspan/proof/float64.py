@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 @lru_cache
 def in_float64(kind: type) -> dict[str, Any]:
-    """What the module of a class has, made anew from its source with float64 wherever that says float32.
+    """Return what the module of a class has, made again from its source with float64 wherever that says float32.
 
     An index chooses the first of equal scores.
     """
@@ -23,18 +23,19 @@ def in_float64(kind: type) -> dict[str, Any]:
         "torch.float64",
         source.replace(".float()", ".double()"),
     )
-    # Of equal scores torch takes any; which one may depend on the length of the row.
+    # torch takes any of equal scores, and which one may depend on the length of the row.
     ordered = r"\1.sort(dim=\3, descending=True, stable=True).indices.narrow(\3, 0, \2)"
     source = re.sub(r"(\w*scores)\.topk\((.+), dim=(-?\d)\)\.indices", ordered, source)
     copy = types.ModuleType(module.__name__)
     copy.__package__, copy.__file__ = module.__package__, module.__file__
-    exec(compile(source, str(module.__file__), "exec"), vars(copy))
+    # The file is the one that Python has imported already.
+    exec(compile(source, str(module.__file__), "exec"), vars(copy))  # noqa: S102
     vars(copy)["AutoModel"] = _Auto
     return vars(copy)
 
 
 class _Auto:
-    """Makes the models inside of others in float64 too."""
+    """Maker of the models inside of others, in float64 too."""
 
     @staticmethod
     def from_config(config: Any) -> Any:
@@ -43,6 +44,7 @@ class _Auto:
 
 
 def in_float64_of(model: Any) -> Any:
+    """Return a copy of a model, with its weights, that computes in float64."""
     wide = in_float64(type(model))[type(model).__name__](model.config).double()
     wide.load_state_dict(model.state_dict())
     return wide.train(model.training)
