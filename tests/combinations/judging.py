@@ -39,7 +39,7 @@ _OTHER_MESH: Final = {
 
 
 class Outcome(NamedTuple):
-    kind: str  # equal, refused, differs, refused without a rule, not refused, crashed, hung
+    kind: str  # equal, refused, differs, refused without a rule, not refused, crashed, hung, not on one process
     said: str
     errors: dict[str, float]
 
@@ -71,7 +71,10 @@ def judge(pool: Pool, draw: Draw) -> Outcome:
             return _judge_refusal(draw, outcomes, refused)
         if expected := refusals_of(draw):
             return Outcome("not refused", f"should say {expected[0]!r}", {})
-        return _compare(draw, then, Path(folder), outcomes)
+        try:
+            return _compare(draw, then, Path(folder), outcomes)
+        except Exception as error:  # of the model's own code, where it trains alone
+            return Outcome("not on one process", f"{type(error).__name__}: {error}", {})
 
 
 def _is_of_exchange(error: BaseException) -> bool:

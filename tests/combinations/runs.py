@@ -130,11 +130,10 @@ def model_of(draw: Draw, folder: Path, dtype: torch.dtype) -> Any:
             for name, parameter in model.named_parameters():
                 if "norm" in name and parameter.is_floating_point():
                     parameter.requires_grad_(True)
-    for config in (
-        model.config,
-        model.generation_config,
-    ):  # no token ends a text, and none of a prompt is padding
-        config.eos_token_id, config.pad_token_id = None, 0
+    # No token ends a text, and none of a prompt is padding. Some models compute with the token that the config has for
+    # the end of a text, so that one stays.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = model.config.pad_token_id = 0
     return model.train()
 
 
