@@ -13,6 +13,7 @@ import torch
 from torch.library import Library
 
 from ringspan.gpu.support import is_installed
+from ringspan.torch.engine.kernels import forget_served
 
 OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
 _CALLS: list[str] = []
@@ -457,9 +458,11 @@ def installed() -> Iterator[None]:
     try:
         with patch.dict(sys.modules, made):
             is_installed.cache_clear()
+            forget_served()
             yield
     finally:
         is_installed.cache_clear()
+        forget_served()
         for library in libraries:
             library._destroy()
         calls()

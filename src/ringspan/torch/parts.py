@@ -167,7 +167,8 @@ def _in_blocks(
         feedforwards = free_feedforwards(
             view, checkpointed=is_checkpointed, logs=_is_first(mesh)
         )
-        yield InBlocks(feedforwards, FREE_CHUNK_TOKENS, option)
+        # A single block would save nothing: the layer around it is recomputed too.
+        yield InBlocks(feedforwards, FREE_CHUNK_TOKENS, option, FREE_CHUNK_TOKENS + 1)
     elif config.feedforward_chunk_tokens != 0:
         check_whole(option, config.feedforward_chunk_tokens, 0)
         yield InBlocks(find_feedforwards(view), config.feedforward_chunk_tokens, option)

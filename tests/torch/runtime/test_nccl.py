@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.cli.commands.train import _spare_memory
-from ringspan.torch.engine.attention import op
 from ringspan.torch.engine.attention.spec import AttentionSpec
 from ringspan.torch.engine.transport import agreement
 from ringspan.torch.engine.transport.exchange import Exchange
 from ringspan.torch.engine.transport.protocol import FakeTransport, Nobody
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.runtime import launch, mesh
+from tests.torch.engine.attention.assembled import assemble
 from tests.torch.models import build, tokens
 
 
@@ -222,7 +222,7 @@ def test_ulysses_sends_each_member_one_message_at_a_time(passes):
     )
     exchange.among = lambda ranks, name: exchange
     spec = AttentionSpec(scale=1.0, layout="zigzag", route="ulysses")
-    one, ulysses = op.assemble(
+    one, ulysses = assemble(
         0, members, exchange, q, k, None, spec, is_backward=passes == "backward"
     )
     assert ulysses

@@ -15,7 +15,7 @@ SOURCE = Path(seams.__file__).parents[1]
 # operators and the standard library. FSDP, process groups, meshes and the engine of autograd are in the table.
 LASTING = {
     "_C", "_apply", "_asdict", "_backward_hooks", "_buffers", "_cdata", "_exit", "_fields", "_flash_attention_backward",
-    "_flash_attention_forward", "_local_scalar_dense", "_make", "_make_wrapper_subclass",
+    "_flash_attention_forward", "_local_scalar_dense", "_make", "_make_wrapper_subclass", "_modules",
     "_non_persistent_buffers_set", "_parameters", "_replace", "_save_to_state_dict", "_schema", "_sequence_nr",
     "_to_copy", "_version", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",

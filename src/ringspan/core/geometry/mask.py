@@ -85,6 +85,14 @@ class Mask:
             )
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(self.regions)
+
+    # Hashed once, since there may be thousands of regions and caches ask for every layer.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def overlap(self) -> tuple[Region, Region] | None:
         """Two regions that allow the same pair, whose score would count twice, or None."""
         # Sweep in the order of the first query and keep only regions whose queries may still meet the next one's: one,

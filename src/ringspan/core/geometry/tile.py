@@ -79,7 +79,10 @@ class Tile(NamedTuple):
     @property
     def is_anticausal(self) -> bool:
         """A mirrored causal tile: the last row sees only the last column, each row before it one more."""
-        return self.mirrored(self.num_rows, self.num_keys).is_causal
+        # ``mirrored(num_rows, num_keys).is_causal``, without a tile in between: kernels ask it for each launch.
+        corner = self.num_rows - self.num_keys
+        reaches_back = corner - self.lo >= self.num_rows - 1
+        return self.hi == corner and self.num_keys > 1 and reaches_back
 
     def shifted(self, rows: int, keys: int) -> "Tile":
         return Tile(

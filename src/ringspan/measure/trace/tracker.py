@@ -304,10 +304,10 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
 
 # The functions that torch registered as the kernels of the ring's operators.
 _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
-    _ops.ringspan.ring_attention.default: attention._forward._init_fn,
-    _ops.ringspan.ring_attention_backward.default: attention.attend_backward._init_fn,
-    _ops.ringspan.latent_attention.default: latents._forward._init_fn,
-    _ops.ringspan.latent_attention_backward.default: latents._backward._init_fn,
+    _ops.ringspan.ring_attention.default: attention._forward,
+    _ops.ringspan.ring_attention_backward.default: attention._backward,
+    _ops.ringspan.latent_attention.default: latents._forward,
+    _ops.ringspan.latent_attention_backward.default: latents._backward,
 }
 # Answers to questions about values, which a traced run lacks: counts agree, positions are right.
 _ANSWERS: Final[dict[Any, Any]] = {

@@ -12,8 +12,8 @@ import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.engine.attention import ring
-from ringspan.torch.engine.attention.op import _positions
 from ringspan.torch.engine.attention.part import Ring, num_head_groups
+from ringspan.torch.engine.attention.prepared import _positions
 from ringspan.torch.engine.attention.spec import AttentionSpec
 from ringspan.torch.engine.kernels.contract import Scores
 from tests.core.geometry.test_custom_layout import held

@@ -14,12 +14,12 @@ from ringspan.core.schedule.timing import sent_bytes
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.engine.attention import latents
 from ringspan.torch.engine.attention.block import Block
-from ringspan.torch.engine.attention.op import assemble
 from ringspan.torch.engine.attention.part import sink_gradient
 from ringspan.torch.engine.attention.request import Request
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
+from tests.torch.engine.attention.assembled import assemble
 from tests.torch.engine.attention.test_ring import gathered, part
 from tests.torch.virtual import on_ranks
 

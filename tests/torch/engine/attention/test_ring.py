@@ -18,12 +18,12 @@ from ringspan.core.schedule import workspace
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.engine.attention import ring
-from ringspan.torch.engine.attention.op import assemble
 from ringspan.torch.engine.attention.part import sink_gradient
 from ringspan.torch.engine.attention.spec import AttentionSpec
 from ringspan.torch.engine.kernels.device import ruled_by, rules_of
 from tests.core.strategies import masks
 from tests.fuzz import examples
+from tests.torch.engine.attention.assembled import assemble
 from tests.torch.views import VECTORS, VIEWS, numbers_for
 from tests.torch.virtual import on_ranks
 

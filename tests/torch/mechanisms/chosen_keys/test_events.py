@@ -16,11 +16,11 @@ from ringspan.core.names import BATCH_LAYOUT_NAMES
 from ringspan.core.schedule.choosing import ChoosingPart, backward, forward
 from ringspan.core.selection import exchanged
 from ringspan.measure.trace.tracker import MemoryTracker
-from ringspan.torch.engine.attention.op import assemble
 from ringspan.torch.engine.attention.part import accumulation_dtype
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.mechanisms.chosen_keys import chosen, indexed
 from tests.fuzz import examples
+from tests.torch.engine.attention.assembled import assemble
 from tests.torch.engine.attention.test_events import Alone, held
 
 BATCH, HEADS, SIZE, KEYS, TOPK = 2, 3, 8, 4, 5

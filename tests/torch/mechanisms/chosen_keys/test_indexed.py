@@ -15,7 +15,6 @@ from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.selection import seen_in
 from ringspan.families.deepseek_v4 import Entries
-from ringspan.torch.engine.attention.op import assemble
 from ringspan.torch.engine.attention.part import sink_gradient
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.engine.recurrence.current import SequencePass, passing
@@ -23,6 +22,7 @@ from ringspan.torch.mechanisms.chosen_keys import chosen, indexed
 from ringspan.torch.mechanisms.chosen_keys.choice import rows_now
 from ringspan.torch.mechanisms.chosen_keys.windows import fetched, windows_of
 from tests.fuzz import examples
+from tests.torch.engine.attention.assembled import assemble
 from tests.torch.engine.attention.test_ring import gathered, part
 from tests.torch.virtual import on_ranks
 

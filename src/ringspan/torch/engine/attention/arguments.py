@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -122,6 +123,8 @@ def check_loss(
 
 def check_differentiation(what: str, *tensors: Tensor | None) -> None:
     """Raise UnsupportedError for forward-mode differentiation (torch gives zero tangents) and torch.func."""
+    if not torch.compiler.is_compiling() and not is_transformed():
+        return
     for x in tensors:
         if x is None:
             continue
@@ -139,6 +142,14 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
             )
 
 
+def is_transformed() -> bool:
+    """Return whether torch.func or forward-mode differentiation is at work."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    return (
+        functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+
+
 def find_group(group: object) -> dist.ProcessGroup | None:
     """Return a caller's group: a 1-D mesh's own, the default for None, None without torch.distributed.
 
@@ -146,6 +157,8 @@ def find_group(group: object) -> dist.ProcessGroup | None:
         UnsupportedError: no group, one without this rank or destroyed, or a mesh of several dimensions.
         ConfigError: a mesh whose ranks do not ascend.
     """
+    if isinstance(group, dist.ProcessGroup) and group in c10d._world.pg_map:
+        return group  # there, and with this rank
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             axes = ", ".join(map(repr, group.mesh_dim_names or ()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, size, stored
+from ringspan.torch.engine.kernels.cuts import rows_of
 from ringspan.torch.engine.kernels.partials.merge import sum_many
 from ringspan.torch.engine.kernels.partials.partial import Partial, WrittenRows
 from ringspan.torch.engine.kernels.partials.waiting import Waiting
@@ -156,7 +157,7 @@ class RunningSum:
         )
 
     def add(self, rows: slice, value: Tensor) -> None:
-        mine = self._into[:, :, rows]
+        mine = rows_of(self._into, rows)
         # Rows are all new, all written, or a mix if masks of documents cross.
         missing = self._rows.touch(rows)
         if missing == rows.stop - rows.start:
@@ -169,7 +170,7 @@ class RunningSum:
     def running(self, rows: slice) -> Tensor:
         for start, stop in self._rows.fill():
             self._into[:, :, start:stop].zero_()
-        return self._into[:, :, rows]
+        return rows_of(self._into, rows)
 
     def finish(self) -> Tensor:
         return self.running(slice(0, self._into.shape[2]))

@@ -51,29 +51,38 @@ def calls_of(
 ) -> Planned:
     """Return the calls of a pass for queries like ``q``."""
     # Everything that ``kernels.choose`` reads, except the tiles.
-    able = tuple(kernels.kernel_of(name) for name in serving)
-    sizes = q.shape[0], q.shape[1], q.shape[3]
+    able = tuple(map(kernels.kernel_of, serving))
+    batch, heads, _, size = q.shape
     key = (
         able,
         rules_of(q.device),
         q.device,
         q.dtype,
-        sizes,
+        (batch, heads, size),
         is_backward,
         torch.are_deterministic_algorithms_enabled(),
     )
-    known = _known.setdefault(schedule, {})
-    if key not in known and schedule.gathered is not None:
-        known[key] = _of_gathered(
-            schedule.gathered, serving, q, is_backward=is_backward
-        )
-    elif key not in known:
-        hops = tuple(
+    known = _known.get(schedule)
+    if known is None:
+        known = _known[schedule] = {}
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _planned(schedule, serving, q, is_backward=is_backward)
+    return found
+
+
+def _planned(
+    schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool
+) -> Planned:
+    """Return the calls of a pass that no layer has asked for yet."""
+    if schedule.gathered is not None:
+        return _of_gathered(schedule.gathered, serving, q, is_backward=is_backward)
+    return Planned(
+        tuple(
             _calls(schedule, hop, serving, q, is_backward=is_backward)
             for hop in schedule.hops
         )
-        known[key] = Planned(hops)
-    return known[key]
+    )
 
 
 def _of_gathered(

@@ -6,7 +6,7 @@ H heads, R numbers of a latent, P of the rotary part, n and v of a head's key (w
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -121,11 +121,11 @@ def latent_attention(request: Request, weight: Tensor) -> Tensor:
         raise UnsupportedError(
             "slopes are not applied to keys that are expanded from latents; leave them out"
         )
-    out, _ = _forward(q, latents, rotary, weight, request.sinks, str(spec))
+    text = str(spec) if torch.compiler.is_compiling() else spec.text
+    out, _ = _attention(q, latents, rotary, weight, request.sinks, text)
     return out
 
 
-@torch.library.custom_op("ringspan::latent_attention", mutates_args=(), tags=op.UNSAFE)
 def _forward(
     q: Tensor,
     latents: Tensor,
@@ -147,9 +147,6 @@ def _forward(
     return handled(compute)
 
 
-@torch.library.custom_op(
-    "ringspan::latent_attention_backward", mutates_args=(), tags=op.UNSAFE
-)
 def _backward(
     dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, out: Tensor,
     lse: Tensor, trains_weight: bool, spec: str,
@@ -169,6 +166,14 @@ def _backward(
         return *backward(
             ring, (dout, q, out, lse), own, expansion, trains_weight=trains_weight
         ), dsinks
+
+
+_forward_op: Final = torch.library.custom_op(
+    "ringspan::latent_attention", _forward, mutates_args=(), tags=op.UNSAFE
+)
+_backward_op: Final = torch.library.custom_op(
+    "ringspan::latent_attention_backward", _backward, mutates_args=(), tags=op.UNSAFE
+)
 
 
 def forward(
@@ -264,7 +269,7 @@ def backward(
     )
 
 
-@_forward.register_fake
+@_forward_op.register_fake
 def _fake_forward(
     q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -273,7 +278,7 @@ def _fake_forward(
     )
 
 
-@_backward.register_fake
+@_backward_op.register_fake
 def _fake_backward(
     dout: Tensor,
     q: Tensor,
@@ -293,10 +298,14 @@ def _gradients(
     dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *rest: Any
 ) -> Any:
     *others, spec = rest
-    return _backward(
-        dout, q, latents, rotary, weight, *others, weight.requires_grad, spec
-    )
+    is_last = not torch.is_grad_enabled()
+    run = _backward if is_last and op.runs_plainly() else _backward_op
+    return run(dout, q, latents, rotary, weight, *others, weight.requires_grad, spec)
 
 
-op.register_gradient("latent_attention", _forward, 5, _gradients)
-_backward.register_autograd(op.refuse_again)
+_attention: Final = op.plain_call(
+    _forward,
+    _forward_op,
+    op.register_gradient("latent_attention", _forward_op, 5, _gradients),
+)
+_backward_op.register_autograd(op.refuse_again)

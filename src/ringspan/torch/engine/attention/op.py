@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, Never
+from typing import Any, Final, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -23,27 +22,31 @@ from ringspan.core.names import (
     KernelName,
     LayoutName,
 )
-from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch.engine import kernels
-from ringspan.torch.engine.attention.arguments import check_differentiation
+from ringspan.torch.engine.attention.arguments import (
+    check_differentiation,
+    is_transformed,
+)
 from ringspan.torch.engine.attention.handler import handled, handling
 from ringspan.torch.engine.attention.part import (
     Ring,
     accumulation_dtype,
     empty_like,
-    num_head_groups,
     result_for,
     sink_gradient,
 )
-from ringspan.torch.engine.attention.request import Request, checked
+from ringspan.torch.engine.attention.prepared import prepared
+from ringspan.torch.engine.attention.request import (
+    Request,
+    checked,
+    without_autocast,
+)
 from ringspan.torch.engine.attention.ring import backward, forward
 from ringspan.torch.engine.attention.spec import AttentionSpec
 from ringspan.torch.engine.attention.ulysses import Ulysses
 from ringspan.torch.engine.kernels.contract import Scores
-from ringspan.torch.engine.kernels.device import rules_of
 from ringspan.torch.engine.transport.agreement import agree, one_at_a_time
-from ringspan.torch.engine.transport.protocol import Transport, transport_of
+from ringspan.torch.engine.transport.protocol import transport_of
 
 UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
 """A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
@@ -123,11 +126,12 @@ def ring_attention(
 def attend_to(request: Request) -> Tensor:
     """Compute ``ring_attention`` with the arguments of a request."""
     q, k, v, spec = checked(request)
-    out, _ = _forward(q, k, v, request.sinks, request.slopes, str(spec))
+    # A program has the text as a constant; elsewhere it is made once for all layers.
+    text = str(spec) if torch.compiler.is_compiling() else spec.text
+    out, _ = _attention(q, k, v, request.sinks, request.slopes, text)
     return out
 
 
-@torch.library.custom_op("ringspan::ring_attention", mutates_args=(), tags=UNSAFE)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -157,10 +161,7 @@ def _compute(
         )
 
 
-@torch.library.custom_op(
-    "ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE
-)
-def attend_backward(
+def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, out: Tensor,
     lse: Tensor, spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -178,6 +179,21 @@ def attend_backward(
         ), dsinks
 
 
+_forward_op: Final = torch.library.custom_op(
+    "ringspan::ring_attention", _forward, mutates_args=(), tags=UNSAFE
+)
+_backward_op: Final = torch.library.custom_op(
+    "ringspan::ring_attention_backward", _backward, mutates_args=(), tags=UNSAFE
+)
+
+
+def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the operator's gradients of q, k, v and sinks; the inputs are those of ``_backward``."""
+    # Another derivative would be asked of the operator, which refuses it.
+    is_last = not torch.is_grad_enabled()
+    return (_backward if is_last and runs_plainly() else _backward_op)(*inputs)
+
+
 def attend_forward(
     q: Tensor,
     k: Tensor,
@@ -188,7 +204,7 @@ def attend_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the operator's out and lse without its handler, for callers that compute only a part of an attention."""
     with handling(lambda compute: compute()), torch.no_grad():
-        return _forward(q, k, v, sinks, slopes, spec)
+        return _attention(q, k, v, sinks, slopes, spec)
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -196,12 +212,12 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, T
     return result_for(q, v), lse
 
 
-@_forward.register_fake
+@_forward_op.register_fake
 def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return handled(partial(fake_forward, q, k, v))
 
 
-@attend_backward.register_fake
+@_backward_op.register_fake
 def fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -209,9 +225,24 @@ def fake_backward(
     return empty_like(q), empty_like(k), empty_like(v), dsinks
 
 
+def runs_plainly() -> bool:
+    """Return whether nothing looks at operators now: no compiler, no mode such as a counter, and no ``torch.func``."""
+    if torch.compiler.is_compiling():
+        return False
+    has_modes = torch._C._len_torch_dispatch_stack()  # pyright: ignore
+    return not has_modes and not is_transformed()
+
+
+class Gradient(NamedTuple):
+    """How an operator is differentiated: what its forward pass keeps, and the gradients made of that."""
+
+    save: Callable[[Any, tuple[Any, ...], tuple[Tensor, Tensor]], None]
+    differentiate: Callable[..., tuple[Tensor | None, ...]]
+
+
 def register_gradient(
-    what: str, forward: CustomOpDef, num_tensors: int, backward: Callable[..., Any]
-) -> None:
+    what: str, operator: CustomOpDef, num_tensors: int, backward: Callable[..., Any]
+) -> Gradient:
     """Differentiate an operator from ``num_tensors`` tensors, then options, to (out, lse) by ``backward``.
 
     This maps dout, the tensors, out, lse and the options to gradients of the first tensors.
@@ -231,7 +262,32 @@ def register_gradient(
             for x, is_needed in zip_longest(gradients, ctx.needs_input_grad)
         )
 
-    forward.register_autograd(differentiate, setup_context=save)
+    operator.register_autograd(differentiate, setup_context=save)
+    return Gradient(save, differentiate)
+
+
+def plain_call(
+    forward: Callable[..., Any], operator: CustomOpDef, gradient: Gradient
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return an operator's call that runs ``forward``, its own code, where nothing looks at operators.
+
+    Torch's way to a custom operator takes longer than a small attention.
+    """
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            output = forward(*inputs)
+            gradient.save(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradient.differentiate)
+
+    def call(*inputs: Any) -> tuple[Tensor, Tensor]:
+        is_plain = runs_plainly() and not inputs[0].is_meta
+        return Plain.apply(*inputs) if is_plain else operator(*inputs)  # pyright: ignore
+
+    return call
 
 
 def refuse_again(ctx: object, *gradients: Tensor) -> Never:
@@ -240,8 +296,12 @@ def refuse_again(ctx: object, *gradients: Tensor) -> Never:
     )
 
 
-register_gradient("ring_attention", _forward, 5, attend_backward)
-attend_backward.register_autograd(refuse_again)
+_attention: Final = plain_call(
+    _forward,
+    _forward_op,
+    register_gradient("ring_attention", _forward_op, 5, attend_backward),
+)
+_backward_op.register_autograd(refuse_again)
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
@@ -261,97 +321,26 @@ def passing(
 ) -> Iterator[tuple[Ring, Ulysses | None]]:
     """Yield this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
     group = group_of(spec.group)
-    with one_at_a_time(group), torch.autocast(q.device.type, enabled=False):
-        ranks, rank = (
-            (dist.get_world_size(group), dist.get_rank(group))
-            if group is not None
-            else (1, 0)
-        )
-        layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
-        facts = {
-            "layout": f"{layout.fingerprint} over {ranks} ranks",
-            "queries": tuple(q.shape),
-            "keys": tuple(k.shape),
-            "values": tuple(v.shape),
-            "length": f"{layout.length} tokens and {keys.length} keys",
-            "dtype": str(q.dtype),
-            "keys' layout": keys.fingerprint,
-            "mask": spec.mask,
-            "route": spec.route,
-            "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
-            "scores": f"scale {spec.scale}, softcap {spec.softcap}",
-            "slopes": slopes is not None,
-            "sinks": sinks is not None,
-            "kernel": spec.kernel,
-            # Heads are grouped by the number of threads, so it must be the same on every rank.
-            "threads": torch.get_num_threads()
-            if rules_of(q.device).cuts_for_cores
-            else 0,
-        }
-        refusal = kernels.why_not(
-            spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes)
-        )
-        agree(
-            group,
-            facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts,
-        )
+    place = (0, 1) if group is None else (group.rank(), group.size())
+    found = prepared(
+        what,
+        place,
+        q,
+        k,
+        v,
+        spec,
+        has_slopes=slopes is not None,
+        has_sinks=sinks is not None,
+    )
+    with one_at_a_time(group), without_autocast(q):
+        refusal = None
+        if spec.kernel != "auto":
+            scores = Scores(spec.scale, spec.softcap, slopes)
+            refusal = kernels.why_not(spec.kernel, q, v, scores)
+        facts = found.facts
+        if refusal:
+            facts = facts | {"kernel": f"{spec.kernel} ({refusal})"}
+        agree(group, facts)
         if refusal:
             raise kernels.refused(spec.kernel, refusal)
-        exchange = transport_of(group, f"{what} {facts}")
-        yield assemble(
-            rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward"
-        )
-
-
-def assemble(
-    rank: int, ranks: int, exchange: Transport, q: Tensor, k: Tensor, slopes: Tensor | None, spec: AttentionSpec, *,
-    is_backward: bool,
-) -> tuple[Ring, Ulysses | None]:  # fmt: skip
-    """Return one rank's ring and, if the route has groups, its trade within them."""
-    route = Route.parse(spec.route, ranks)
-    if is_backward:
-        route = route.backward
-    layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
-    ulysses = None
-    if route.ulysses > 1:
-        layout, keys = layout.grouped(route.ulysses), keys.grouped(route.ulysses)
-        groups = [layout.group_ranks(number) for number in range(layout.ranks)]
-        number = next(
-            number for number, members in enumerate(groups) if rank in members
-        )
-        member = groups[number].index(rank)
-        shares = member_heads(q.shape[1], k.shape[1], route.ulysses)
-        ulysses = Ulysses(
-            member, shares, layout, keys, exchange.among(groups[number], "trade")
-        )
-        exchange = exchange.among([members[member] for members in groups], "ring")
-        rank, slopes = number, None if slopes is None else slopes[ulysses.mine.queries]
-        q, k = q[:, ulysses.mine.queries], k[:, ulysses.mine.keys]
-    positions = None
-    if slopes is not None:
-        positions = (
-            partial(_positions, layout, device=q.device),
-            partial(_positions, keys, device=q.device),
-        )
-    schedule = _schedule(layout, keys, spec.mask, rank, replace(route, ulysses=1))
-    ring = Ring(
-        schedule,
-        exchange,
-        Scores(spec.scale, spec.softcap, slopes),
-        spec,
-        num_head_groups(q, k, schedule, schedule.blocks),
-        positions,
-    )
-    return ring, ulysses
-
-
-@lru_cache(maxsize=64)
-def _schedule(
-    layout: Layout, keys: Layout, mask: str, rank: int, route: Route
-) -> Schedule:
-    return make_schedule(layout, Mask.parse(mask), rank, keys, route)
-
-
-@lru_cache(maxsize=64)
-def _positions(layout: Layout, rank: int, *, device: torch.device) -> Tensor:
-    return torch.from_numpy(layout.positions(rank)).to(device)
+        yield found.over(transport_of(group, found.signature), slopes, q.device)

@@ -22,6 +22,7 @@ from ringspan.torch.engine.attention.block import (
 from ringspan.torch.engine.attention.calls import Calls
 from ringspan.torch.engine.attention.spec import AttentionSpec
 from ringspan.torch.engine.kernels.contract import BackwardInputs, Scores, is_in_rows
+from ringspan.torch.engine.kernels.cuts import rows_of
 from ringspan.torch.engine.kernels.device import rules_of
 from ringspan.torch.engine.transport.exchange import PendingReceive, Transfer
 from ringspan.torch.engine.transport.protocol import Transport
@@ -161,8 +162,8 @@ def run_forward(
     kernel, launches = calls
     for launch, rows, columns, sums in launches:
         here, there = (
-            queries[:, :, rows],
-            (keys[0][:, :, columns], keys[1][:, :, columns]),
+            rows_of(queries, rows),
+            (rows_of(keys[0], columns), rows_of(keys[1], columns)),
         )
         scores = ring.scores_of(launch, owner, heads)
         if kernel.adds_in_place is True:
@@ -180,9 +181,13 @@ def run_backward(
     kernel, launches = calls
     dout, q, out, lse = queries
     for launch, rows, columns, sums in launches:
-        there = keys[0][:, :, columns], keys[1][:, :, columns]
+        there = rows_of(keys[0], columns), rows_of(keys[1], columns)
         ours = BackwardInputs(
-            dout[:, :, rows], q[:, :, rows], *there, out[:, :, rows], lse[:, :, rows]
+            rows_of(dout, rows),
+            rows_of(q, rows),
+            *there,
+            rows_of(out, rows),
+            rows_of(lse, rows),
         )
         scores = ring.scores_of(launch, owner, heads)
         if kernel.adds_in_place is True:

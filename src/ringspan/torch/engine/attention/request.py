@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -64,14 +65,81 @@ class Request(NamedTuple):
 
     def of_rows(self, rows: slice | Tensor) -> "Request":
         """Return the request for some sequences of the batch."""
+        if rows == slice(None):
+            return self
         return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
 
 
+_MOST: Final = 256
+_known: Final[dict[Hashable, AttentionSpec]] = {}
+
+
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return the operator's tensors and spec; raise like ``ring_attention``."""
+    """Return the operator's tensors and spec; raise like ``ring_attention``.
+
+    The layers of a step ask alike, so what they ask is checked once; each tensor is looked at every time.
+    """
     for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
         check_plain(name, tensor)
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
+    group = find_group(asked.group)
+    if torch.compiler.is_compiling() or asked.route == "auto":
+        spec = _spec_of(asked, group, q, k, v)
+    else:
+        spec = _known_spec(asked, group, q, k, v)
+    check_differentiation("ring_attention", q, k, v, asked.sinks)
+    return q, k, v, spec
+
+
+def _known_spec(
+    asked: Request, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, v: Tensor
+) -> AttentionSpec:
+    """Return ``_spec_of`` the arguments, made once for all that ask alike."""
+    alike = _alike(asked, group, q, k, v)
+    try:
+        spec = _known.get(alike)
+    except TypeError:  # an argument without a hash, which no check lets through
+        spec = None
+    if spec is None:
+        spec = _known[alike] = _spec_of(asked, group, q, k, v)
+        if len(_known) > _MOST:
+            _known.pop(next(iter(_known)), None)
+    return spec
+
+
+def _alike(
+    asked: Request, group: dist.ProcessGroup | None, *tensors: Tensor
+) -> Hashable:
+    """Return a key of everything that ``_spec_of`` reads."""
+    # Groups that follow each other may have one name.
+    place = None if group is None else (group.group_name, group.rank(), group.size())
+    per_head = [
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+        for x in (asked.slopes, asked.sinks)
+    ]
+    return (
+        *[(x.shape, x.dtype, x.device) for x in tensors],
+        *per_head,
+        asked.mask,
+        asked.layout,
+        asked.key_layout,
+        place,
+        # True equals 1 and is refused.
+        type(asked.scale),
+        asked.scale,
+        type(asked.softcap),
+        asked.softcap,
+        asked.route,
+        asked.comm_dtype,
+        asked.gradient_comm_dtype,
+        asked.kernel,
+    )
+
+
+def _spec_of(
+    asked: Request, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, v: Tensor
+) -> AttentionSpec:
+    """Return the spec of tensors in the dtype that autocast gives them; raise like ``ring_attention``."""
     check_tensors(q, k, v)
     sent = codec(asked.comm_dtype)
     find_name(
@@ -83,8 +151,6 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     check_name(asked.kernel)
     check_scores(asked.scale, asked.softcap)
     check_heads(q, asked.slopes, asked.sinks)
-    check_differentiation("ring_attention", q, k, v, asked.sinks)
-    group = find_group(asked.group)
     ranks = dist.get_world_size(group) if group is not None else 1
     try:
         layout, keys = find_layouts(
@@ -105,7 +171,7 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     way = Route.parse(route, ranks)
     member_heads(q.shape[1], k.shape[1], way.ulysses)
     way.check_sent_as(sent)
-    spec = AttentionSpec(
+    return AttentionSpec(
         scale=q.shape[-1] ** -0.5 if asked.scale is None else float(asked.scale),
         softcap=float(asked.softcap or 0.0),
         mask=mask.spec,
@@ -116,7 +182,6 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
         kernel=asked.kernel,
         group=group.group_name if group is not None else "",
     )
-    return q, k, v, spec
 
 
 def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
@@ -154,11 +219,10 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast of a tensor's device, if it has one, rounds nothing."""
-    return (
-        torch.autocast(x.device.type, enabled=False)
-        if x.device.type in _HAVE_AUTOCAST
-        else nullcontext()
-    )
+    kind = x.device.type
+    if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _choose(

@@ -38,6 +38,7 @@ from ringspan.torch.engine.attention.part import (
     run_forward,
     store,
 )
+from ringspan.torch.engine.kernels.cuts import heads_of
 from ringspan.torch.engine.transport.exchange import hop_recorded
 
 
@@ -116,13 +117,13 @@ def forward(
     q, k, v = kernels.laid_out(serving, q, k, v)
     passes_queries = ring.schedule.passes_queries
     for number, heads, kv_heads in ring.heads(q, k):
-        mine = q[:, heads]
+        mine = heads_of(q, heads)
         own = (
             Block.whole(mine, mine[..., :0]),
-            Block.whole(k[:, kv_heads], v[:, kv_heads]),
+            Block.whole(heads_of(k, kv_heads), heads_of(v, kv_heads)),
         )
         moving, staying = own if passes_queries else reversed(own)
-        result = out[:, heads], lse[:, heads].unsqueeze(-1)
+        result = heads_of(out, heads), heads_of(lse, heads).unsqueeze(-1)
         local = PartialBlock(Block.whole(*result))
         returning: list[Coming] = []  # other ranks' partials of this rank's queries
         calls = calls_of(ring.schedule, serving, mine, is_backward=False).calls
@@ -181,9 +182,18 @@ def backward(
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
     unfinished: list[Callable[[], None]] = []
     for number, heads, kv_heads in ring.heads(q, k):
-        queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
-        gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
-        keys, values = k[:, kv_heads], v[:, kv_heads]
+        queries = (
+            heads_of(dout, heads),
+            heads_of(q, heads),
+            heads_of(out, heads),
+            heads_of(lse, heads),
+        )
+        gradients = (
+            heads_of(dq, heads),
+            heads_of(dk, kv_heads),
+            heads_of(dv, kv_heads),
+        )
+        keys, values = heads_of(k, kv_heads), heads_of(v, kv_heads)
         unfinished.append(
             _backward_of_heads(
                 ring,

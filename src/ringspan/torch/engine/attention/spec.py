@@ -46,6 +46,11 @@ class AttentionSpec:
         )
 
     @cached_property
+    def text(self) -> str:
+        """The same as ``str``, made once."""
+        return str(self)
+
+    @cached_property
     def sent_as(self) -> Codec:
         """The encoding of keys and values in messages."""
         return codec(self.comm_dtype)

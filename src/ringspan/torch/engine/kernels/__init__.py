@@ -4,9 +4,9 @@ A kernel of your own is registered with ``ringspan.kernels.register`` on every r
 entry point group ``ringspan.kernels``. It computes where ``kernel=NAME`` asks for it; ``auto`` does not choose it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
@@ -159,10 +159,38 @@ def refused(kernel: str, reason: str) -> UnsupportedError:
     )
 
 
+_served: Final[dict[Hashable, tuple[str, ...]]] = {}
+
+
+def forget_served() -> None:
+    """Ask the kernels again, for example since a package was installed."""
+    _served.clear()
+
+
 def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
     """Return the kernels for a pass: the requested one, or for ``auto`` all that can serve."""
     if kernel != "auto":
         return (kernel,)
+    # Everything that our kernels' ``why_not`` reads.
+    asked = (
+        tuple(KERNELS.values()),
+        rules_of(q.device),
+        q.device,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        scores.scale > 0,
+        scores.softcap,
+        scores.slopes is None,
+    )
+    found = _served.get(asked)
+    if found is None:
+        found = _served[asked] = _serving(q, v, scores)
+    return found
+
+
+def _serving(q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
+    """Return all of our kernels that can serve and are not slow here."""
     # On a CPU, Triton is only interpreted, and PyTorch's own kernel may be slower than plain PyTorch in 16 bits.
     is_slow_in_16_bits = not rules_of(q.device).multiplies_16_bits
     slow = {
@@ -175,7 +203,13 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
 
 def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors as all serving kernels can read them, copied if necessary."""
-    return Memory.of_all(kernel_of(name).memory for name in names).laid_out(*tensors)
+    memories = tuple([kernel_of(name).memory for name in names])
+    return _joint(memories).laid_out(*tensors)
+
+
+@lru_cache(maxsize=64)
+def _joint(memories: tuple[Memory, ...]) -> Memory:
+    return Memory.of_all(memories)
 
 
 def choose(

@@ -189,7 +189,10 @@ def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
 
 def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Pad all heads with zeros to the largest size, rounded up to a multiple; this does not change scores."""
-    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    sizes = {x.shape[-1] for x in tensors}
+    size = -(-max(sizes) // multiple) * multiple
+    if sizes == {size}:
+        return tensors
     return tuple(x if x.shape[-1] == size else _filled_up(x, size) for x in tensors)
 
 

@@ -25,7 +25,8 @@ class ChunkSize(NamedTuple):
 LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Compared by identity: caches of passes ask for every layer.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceRules:
     cuts_for_cores: bool  # group heads for CPU threads rather than for large launches
     # sizes for plain PyTorch; None keeps a tile in a core's cache

@@ -31,6 +31,7 @@ class _Group:
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
     is_passing: threading.Lock = field(default_factory=threading.Lock)
+    is_fake: bool = False
 
 
 class _Answer(NamedTuple):
@@ -62,7 +63,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """
     if not _talks(group):
         return
-    here = _groups.setdefault(group, _Group())
+    here = _of(group)
     here.facts = facts
     key = tuple(facts.items())
     if key in here.known:
@@ -92,9 +93,7 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Compare before this rank raises for a call, if others would wait (at first, or with shared memory)."""
-    if _talks(group) and (
-        (here := _groups.setdefault(group, _Group())).queues or not here.known
-    ):
+    if _talks(group) and ((here := _of(group)).queues or not here.known):
         here.facts = facts
         _compare(group, here)
 
@@ -105,7 +104,7 @@ def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
     if not _talks(group):
         yield
         return
-    lock = _groups.setdefault(group, _Group()).is_passing
+    lock = _of(group).is_passing
     if not lock.acquire(blocking=False):
         raise UnsupportedError(
             "two threads compute attention over one process group at once; give each thread a group of its own "
@@ -119,11 +118,16 @@ def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     """Return whether there are other, real ranks."""
-    return (
-        group is not None
-        and dist.get_world_size(group) > 1
-        and dist.get_backend(group) != "fake"
-    )
+    return group is not None and group.size() > 1 and not _of(group).is_fake
+
+
+def _of(group: dist.ProcessGroup) -> _Group:
+    """Return what is known of a group."""
+    found = _groups.get(group)
+    if found is None:
+        is_fake = dist.get_backend(group) == "fake"
+        found = _groups[group] = _Group(is_fake=is_fake)
+    return found
 
 
 def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
@@ -163,6 +163,16 @@ class Transfer:
         COUNTERS.exposed_seconds += time.perf_counter() - started
 
 
+@lru_cache(maxsize=1024)
+def _tag_of(signature: str) -> int:
+    """Return a number for a pass's messages.
+
+    Gloo keys its buffers by an int32 tag, so there is room below it for the message numbers of one pass.
+    """
+    digest = hashlib.sha256(signature.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % (1 << 30)
+
+
 class Exchange:
     """Point-to-point messages within one group during one pass; peers are group ranks, or indices into ``ranks``.
 
@@ -180,10 +190,7 @@ class Exchange:
         self._signature = signature
         self._ranks = ranks
         self._queues = queues_of(group) if group is not None else None
-        # Gloo keys its buffers by an int32 tag; leave room below it for the message numbers of one pass.
-        self._tag: Final = int.from_bytes(
-            hashlib.sha256(signature.encode()).digest()[:4], "big"
-        ) % (1 << 30)
+        self._tag: Final = _tag_of(signature)
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
         # Other tags, since a trade within a Ulysses group has the same numbers as the ring between groups.

@@ -90,7 +90,7 @@ def register_attention(
             }
         call = None
         if attends is not None:
-            tokens = query.shape[2] * dist.get_world_size(ring)
+            tokens = query.shape[2] * ring.size()
             call = attends(
                 AttentionCall(
                     module=module,
@@ -206,17 +206,13 @@ def _over_ring(
 
     ``of_text`` is the part of the sequences that is computed now, None if they are computed whole.
     """
-    length = (
-        asked.q.shape[2] * dist.get_world_size(ring)
-        if of_text is None
-        else of_text.length
-    )
+    length = asked.q.shape[2] * ring.size() if of_text is None else of_text.length
     if _has_scale(module):
         if packed:
             positions = packed.positions
         else:
             layout = (
-                batch_layout(config.layout, length, dist.get_world_size(ring))
+                batch_layout(config.layout, length, ring.size())
                 if of_text is None
                 else of_text.layout
             )
@@ -271,9 +267,8 @@ def _kind_of_layer(
 ) -> LayerMask:
     """Return a module's kind by its config; UnsupportedError if module or masks disagree (some pass no window on)."""
     # A compiled program serves all layers of a kind, so it reads the kind and not the layer's number.
-    if hasattr(module, "ring_kind"):
-        kind = module.ring_kind
-    else:
+    kind = module.__dict__.get("ring_kind")
+    if kind is None:
         layer = getattr(module, "layer_idx", None)
         if layer is None and len(set(kinds)) > 1:
             raise UnsupportedError(
@@ -293,7 +288,8 @@ def _kind_of_layer(
 
 
 def _has_scale(module: object) -> bool:
-    return getattr(module, "ring_query_scale", None) is not None
+    # Not ``getattr``: a module without it would search its parameters and raise, in every layer.
+    return module.__dict__.get("ring_query_scale") is not None
 
 
 def _scaled(module: Any, query: Tensor, positions: Tensor) -> Tensor:

@@ -13,7 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.model.layers.modules import Mixin, class_name, local_part, refusing
+from ringspan.torch.model.layers.modules import (
+    Mixin,
+    class_name,
+    local_part,
+    modules_in,
+    refusing,
+)
 from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.memory.sharding import gathered_parameters, unseen_parameters
 
@@ -34,7 +40,7 @@ Structure = dict[nn.Module, dict[str, None]]
 def structure_of(model: nn.Module) -> Structure:
     return {
         module: dict.fromkeys(module._parameters)
-        for module in model.modules()
+        for module in modules_in(model)
         if module._parameters
     }
 
@@ -56,44 +62,43 @@ def check_fixed(model: RingModel) -> None:
             "own from the logits of model(**batch) without labels"
         )
     copies = {id(parameter) for parameter in gathered_parameters(model)}
-    found: Structure = {}
-    problems: list[str] = []
-    for path, module in model.named_modules():
-        if module._parameters:
-            found[module] = dict.fromkeys(module._parameters)
-            # Found before a changed structure is: parameters of a new module are not split either.
-            problems += _problems(path, module._parameters, copies)
+    found = structure_of(model)
     if found != model.ring_structure:
         raise UnsupportedError(
             f"the parameters of {class_name(model)} changed after parallelize ({_first_change(model, found)}), which "
             "ranks would not share; change the model before"
         )
-    problems += [f"{name} {_REPLACED}" for name in unseen_parameters(model)]
-    if problems:
-        raise UnsupportedError(problems[0])
+    for module in found:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (problem := _problem(parameter, copies)):
+                path = _paths(model)[module]
+                raise UnsupportedError(f"{path}.{name}{problem}")
+    if unseen := unseen_parameters(model):
+        raise UnsupportedError(f"{unseen[0]} {_REPLACED}")
 
 
 def _first_change(model: RingModel, found: Structure) -> str:
-    known, paths = (
-        model.ring_structure,
-        {module: path for path, module in model.named_modules()},
-    )
+    known, paths = model.ring_structure, _paths(model)
     return next(
         (paths[module] for module in found if known.get(module) != found[module]),
         "a module is gone",
     )
 
 
-def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterator[str]:
-    for name, parameter in parameters.items():
-        if parameter is None:
-            continue
-        if not isinstance(parameter, DTensor) and id(parameter) not in copies:
-            yield f"{path}.{name} {_REPLACED}"
-        elif isinstance(parameter, DTensor) and _is_of_other_data(parameter):
-            yield f"{path}.{name}.data was set after parallelize, which does not reach its shard; {_COPY}"
-        elif parameter._backward_hooks:
-            yield f"{path}.{name} {HOOKED}"
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: path for path, module in model.named_modules()}
+
+
+def _problem(parameter: Tensor, copies: set[int]) -> str:
+    """Return what was done to a parameter since ``parallelize``, to be read after its name; "" if nothing."""
+    is_shard = isinstance(parameter, DTensor)
+    if not is_shard and id(parameter) not in copies:
+        return f" {_REPLACED}"
+    if is_shard and _is_of_other_data(parameter):
+        return (
+            f".data was set after parallelize, which does not reach its shard; {_COPY}"
+        )
+    return f" {HOOKED}" if parameter._backward_hooks else ""
 
 
 class Weights:

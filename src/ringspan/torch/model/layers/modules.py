@@ -59,6 +59,30 @@ def example_of(module: nn.Module) -> Tensor:
     return next(plain, torch.empty(0, dtype=dtype, device=parameters[0].device))
 
 
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return ``[*module.modules()]`` in a tenth of the time; a module with several parents comes several times."""
+    found: list[nn.Module] = []
+    coming = [module]
+    while coming:
+        part = coming.pop()
+        found.append(part)
+        coming += [
+            child for child in reversed(part._modules.values()) if child is not None
+        ]
+    return found
+
+
+def trained_in(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that need a gradient, each once."""
+    found = [
+        parameter
+        for part in modules_in(module)
+        for parameter in part._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    ]
+    return [*dict.fromkeys(found)]
+
+
 def class_name(model: nn.Module) -> str:
     """Return the user's name of a model's class, without FSDP2's prefix."""
     return type(model).__name__.removeprefix("FSDP")

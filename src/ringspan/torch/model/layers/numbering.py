@@ -73,12 +73,12 @@ def skipped_token(decoder: nn.Module) -> int | None:
 @contextmanager
 def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a decoder's arguments: with positions (B, T), or without while its embedding holds them."""
-    table: Any = next(
-        (module for module in decoder.modules() if isinstance(module, _Told)), None
-    )
     if takes_positions(decoder):
         yield given
         return
+    table: Any = next(
+        (module for module in decoder.modules() if isinstance(module, _Told)), None
+    )
     positions = given[_POSITIONS]
     others = {name: value for name, value in given.items() if name != _POSITIONS}
     # With ALiBi only attention uses positions.

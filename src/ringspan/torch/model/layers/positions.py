@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.model.layers.decoder import text_config
 from ringspan.torch.model.layers.family import family_of
-from ringspan.torch.model.layers.modules import class_name
+from ringspan.torch.model.layers.modules import class_name, modules_in
 from ringspan.torch.model.layers.numbering import counts_real_tokens
 from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 
@@ -23,9 +23,9 @@ def num_learned_positions(decoder: nn.Module) -> int | None:
     tables = [
         module.num_embeddings
         - getattr(module, "offset", 0)  # OPT leaves the first rows unused
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.Embedding)
-        and ("pos" in (last := name.rpartition(".")[2]) or last == "wpe")
+        for part in modules_in(decoder)
+        for name, module in part._modules.items()
+        if isinstance(module, nn.Embedding) and ("pos" in name or name == "wpe")
     ]
     return min(tables, default=None)
 

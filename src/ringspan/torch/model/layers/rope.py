@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringspan.torch.model.layers.modules import mix_in
+from ringspan.torch.model.layers.modules import mix_in, modules_in
 
 # Positions per block: only one block's float32 tables exist at a time.
 _CHUNK_TOKENS: Final = 4096
@@ -23,7 +23,7 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
-    for module in model.modules():
+    for module in modules_in(model):
         if isinstance(module, _ChunkedTables):
             module.rotary_length = length_tokens
 

@@ -18,8 +18,9 @@ _NAMES: Final = (
     "scaling",
 )
 """Training mode, a dropout rate, the length of rotary tables; PEFT's active adapters, their switch and scale."""
-_PLAIN: Final = (bool, int, float, str, list, dict, type(None))
 _ABSENT: Final = object()
+_FIXED: Final = frozenset((bool, int, float, str, type(None), type(_ABSENT)))
+"""Types of values that do not change in place."""
 
 
 class Switches:
@@ -68,10 +69,10 @@ class Switches:
         return as_then
 
     def _values(self) -> list[Any]:
-        return [
-            _copied(attributes.get(name, _ABSENT))
-            for attributes, name in self._attributes
+        values = [
+            attributes.get(name, _ABSENT) for attributes, name in self._attributes
         ]
+        return [value if type(value) in _FIXED else _copied(value) for value in values]
 
     def _trained(self) -> list[bool]:
         held = (each.get(name) for each, name in self._parameters)
@@ -91,6 +92,6 @@ def _require(parameters: list[nn.Parameter | None], trained: list[bool]) -> None
 
 def _copied(value: Any) -> Any:
     """Return a copy that a later change in place does not reach; ``_ABSENT`` if the value is not a switch."""
-    if not isinstance(value, _PLAIN):
-        return _ABSENT
-    return value.copy() if isinstance(value, list | dict) else value
+    if isinstance(value, list | dict):
+        return value.copy()
+    return value if isinstance(value, int | float | str) else _ABSENT

@@ -21,12 +21,17 @@ def carried(
     def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
         if not torch.is_grad_enabled():  # nothing is computed again
             return checkpoint(function, *args)
-        now, as_then = current_pass(), switches.noted()
-        sequences = (
-            None if now is None else replace(now, record=Record() if keeps else None)
-        )
+        sequences, as_then = current_pass(), switches.noted()
+        if sequences is not None and keeps:
+            sequences = replace(sequences, record=Record())
+        is_again = False
 
         def in_pass(*args: object) -> object:
+            nonlocal is_again
+            if not is_again and not keeps:
+                # The layer runs in its pass, whose switches and sequences are the present ones.
+                is_again = True
+                return function(*args)
             if sequences is not None and sequences.record is not None:
                 sequences.record.begin()
             with as_then(), passing(sequences):

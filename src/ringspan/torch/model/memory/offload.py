@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from functools import cache, partial
@@ -36,6 +37,11 @@ class Store:
         self.folder, self._is_ordered = folder, is_ordered
         self.parked_bytes = 0  # over all time
         self._newest: weakref.ref[_Parked] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether any tensor is large enough to be moved."""
+        return self.min_bytes < sys.maxsize
 
     def put(self, tensor: Tensor) -> "Tensor | _Parked":
         """Return a stand-in for the tensor, or the tensor itself if it stays."""

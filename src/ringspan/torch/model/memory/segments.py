@@ -6,7 +6,7 @@ the ring if its results are kept.
 """
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
@@ -39,7 +39,8 @@ class Segments:
     def forward_pass(self) -> Iterator[None]:
         """Begin a segment at the first layer of a decoder's forward pass."""
         try:
-            with self._store.hooks():
+            # A store that moves nothing would still be asked about each tensor that autograd saves.
+            with self._store.hooks() if self._store.moves else nullcontext():
                 yield
         finally:
             self._segment = self._last = None

@@ -2,24 +2,34 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges
+from ringspan.torch.engine.kernels.cuts import rows_of
 from ringspan.torch.engine.kernels.device import runs_triton
 from ringspan.torch.engine.kernels.partials.merge import merge_into, merge_many
 from ringspan.torch.engine.kernels.partials.waiting import Waiting
 
 
 class WrittenRows:
+    """Rows of a sum that have been written, so that a first value needs no zeros to be added to."""
+
     def __init__(self, count: int) -> None:
-        self._missing = count
-        self._written = np.zeros(count, dtype=np.bool_)
+        self._missing = self._count = count
+        # Made when a part of the rows is written: most sums get their rows all at once.
+        self._written: NDArray[np.bool_] | None = None
 
     def touch(self, rows: slice) -> int:
         """Return the number of unwritten rows; if not all of them, ``fill`` before adding."""
         if not self._missing:
             return 0
         count = rows.stop - rows.start
+        if self._written is None:
+            if count == self._count:
+                self._missing = 0
+                return count
+            self._written = np.zeros(self._count, dtype=np.bool_)
         missing = count - int(np.count_nonzero(self._written[rows]))
         if missing == count:
             self._written[rows] = True
@@ -30,10 +40,7 @@ class WrittenRows:
         """Return all unwritten ranges, for neutral numbers, and mark them written."""
         # All or none: no search, which takes longer than starting a kernel.
         missing, self._missing = self._missing, 0
-        if missing in (
-            0,
-            self._written.size,
-        ):
+        if self._written is None or missing in (0, self._count):
             return ((0, missing),) if missing else ()
         edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
         return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))
@@ -56,7 +63,7 @@ class Partial:
 
     def merge(self, rows: slice, *partials: tuple[Tensor, ...]) -> None:
         """Merge partials of some rows; a row without keys has out 0 and lse -inf."""
-        mine = self._out[:, :, rows], self._lse[:, :, rows]
+        mine = rows_of(self._out, rows), rows_of(self._lse, rows)
         missing = self._rows.touch(rows)
         # Rows that are all unwritten take the partial as it is. If only some are, these first become the partial of no
         # keys, which merges like any other.
@@ -74,7 +81,7 @@ class Partial:
         for start, stop in self._rows.fill():
             self._out[:, :, start:stop].zero_()
             self._lse[:, :, start:stop].fill_(-torch.inf)
-        return self._out[:, :, rows], self._lse[:, :, rows]
+        return rows_of(self._out, rows), rows_of(self._lse, rows)
 
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row without keys has out 0 and lse -inf.
@@ -116,8 +123,8 @@ class Deferred:
                 [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
             )
             merge_many(
-                self._result[:, :, rows],
-                self._lse[:, :, rows],
+                rows_of(self._result, rows),
+                rows_of(self._lse, rows),
                 [*before, *partials],
                 sinks,
             )

@@ -19,6 +19,7 @@ from ringspan.torch.model.layers.modules import (
     hooks_of,
     local_part,
     mix_in,
+    trained_in,
 )
 from ringspan.torch.model.layers.routing import current_routing
 from ringspan.torch.model.layers.switches import Switches
@@ -237,7 +238,7 @@ class Blockwise:
                 f"{type(self).__name__} was called with more than hidden states; use {self.chunk_option}=0"
             )
         flat = hidden_states.reshape(1, -1, hidden_states.shape[-1])
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        parameters = trained_in(self)
         num_scores = 0 if recorder is None else recorder.num_wanted(self)
         experts = recorder.num_experts if recorder else 0
         kept, *places = _Recomputed.apply(
@@ -297,7 +298,7 @@ class _Recomputed(torch.autograd.Function):
         """
         [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
         # They are read now, not in forward, because FSDP has gathered the whole parameters again for backward.
-        parameters = [p for p in ctx.module.parameters() if p.requires_grad]
+        parameters = trained_in(ctx.module)
         sums: list[Tensor | None] = [None] * len(parameters)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[4] else None
         for rows in _blocks(hidden, ctx.chunk_tokens):
