@@ -205,6 +205,8 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     limit = (
         "memory"
         if not result["fits"]
+        else "the host, launch-bound"
+        if cost.is_launch_bound
         else f"links, {links:.0%} of it"
         if links > 0.05
         else "computing"

@@ -222,7 +222,7 @@ def weighed_seconds(setting: Setting, cost: StepCost) -> float:
         setting.batch > 1,
         setting.offload != "none",
     )
-    return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
+    return cost.busy_seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
 
 
 def _settings(question: Question) -> Iterator[Setting]:

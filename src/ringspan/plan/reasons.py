@@ -167,7 +167,7 @@ def _why_this_route(
     chosen = "as asked" if question.route != AUTO else "the quickest that fits"
     around = replace(setting, route="ring")
     try:
-        other = question.step_cost(around).seconds
+        other = question.step_cost(around).busy_seconds
     except UnsupportedError as error:
         yield f"route {setting.route}, {chosen}: {error}"
         return
@@ -178,7 +178,7 @@ def _why_this_route(
         else f"would need {shown_bytes(need)} and take"
     )
     yield (
-        f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} per step, around the ring it {verb} "
+        f"route {setting.route}, {chosen}: {shown_seconds(cost.busy_seconds)} per step, around the ring it {verb} "
         f"{shown_seconds(other)}"
     )
 
@@ -348,6 +348,11 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
             f"takes longer than sending it{remedy}"
         )
     share = cost.exposed_seconds / cost.seconds
+    if cost.is_launch_bound:
+        yield (
+            f"launch-bound: the hosts take {shown_seconds(cost.launch_seconds)} to launch all layers, the devices "
+            f"{shown_seconds(cost.busy_seconds)} to compute them; more tokens per rank cost nothing until then"
+        )
     if share > 0.05:
         yield f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
 

@@ -57,6 +57,7 @@ RESULT = {
     "min_block_tokens": None,
     "cluster": None,
     "trial": {"error": 1e-7, "seconds": 2.5, "failure": None, "failed_at": None},
+    "launch_seconds": 2.1e-3,
     "missing": [
         {"name": "torchao", "needed_for": "8 bits", "remedy": "pip install torchao"}
     ],
@@ -71,6 +72,7 @@ def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
     for expected in (
         "a processor",
         "window 60%",
+        "the host: 2.1 ms for each pass of a layer",
         "! torch is [old]; renew it",
         "cannot train",
         "pip install torchao",

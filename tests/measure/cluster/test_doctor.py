@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.measure.cluster import cluster, doctor, trial
+from ringspan.measure.cluster import cluster, doctor, host, trial
 from ringspan.measure.cluster.cluster import (
     clock_offsets,
     examine_ranks,
@@ -358,3 +358,18 @@ def test_a_rank_that_does_not_meet_the_others_says_where(monkeypatch):
 def test_fewer_than_one_rank_is_refused():
     with pytest.raises(rs.ConfigError, match="at least 1"):
         doctor.examine(0)
+
+
+def test_the_host_takes_some_time_for_a_layer(monkeypatch):
+    """Of steps that take a fixed time and one for each layer, the second is told, per pass."""
+    monkeypatch.setattr(host, "_step_seconds", lambda layers: 0.5 + 0.004 * layers)
+    assert host.launch_seconds() == pytest.approx(0.002)
+
+
+def launch_seconds(mesh):
+    return host.launch_seconds()
+
+
+def test_a_small_model_is_timed(pool):
+    [found] = pool.run(launch_seconds, 1)
+    assert 1e-5 < found < 1

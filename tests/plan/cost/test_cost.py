@@ -144,3 +144,36 @@ def test_messages_in_fewer_bits_hide_behind_smaller_blocks():
         for comm_dtype in ("exact", "bfloat16", "int8")
     )
     assert (half, quarter) == (exact / 2, exact / 4)
+
+
+def test_few_tokens_take_the_time_in_which_hosts_launch_layers():
+    """A step of 1,024 tokens per rank on an H100 computes for less time than its 32 layers are launched in."""
+    setting = Setting(length=8192, ring=8, checkpoint="attention")
+    slow, quick = (
+        step_cost(LLAMA, setting, device(f"h100,launch_seconds={seconds}"), batch=1)
+        for seconds in (2e-3, 1e-6)
+    )
+    hops = 1 + 7 * 0.05
+    assert slow.launch_seconds == pytest.approx(32 * 3 * 2e-3 * hops)
+    assert slow.seconds == slow.launch_seconds > slow.busy_seconds == quick.seconds
+    assert slow.is_launch_bound and not quick.is_launch_bound
+    assert slow.mfu == pytest.approx(quick.mfu * quick.seconds / slow.seconds)
+    for each in (slow, quick):
+        beside = ("gathering", "host_copies")
+        own = [part for name, part in each.parts.items() if name not in beside]
+        assert sum(own) == pytest.approx(each.seconds)
+    long = replace(setting, length=131_072)
+    assert not step_cost(LLAMA, long, device("h100"), batch=1).is_launch_bound
+
+
+def test_programs_of_whole_steps_are_not_launched():
+    setting = Setting(length=1024, checkpoint="none")
+    assert step_cost(LLAMA, setting, device("v5p"), batch=1).launch_seconds == 0
+
+
+def test_more_micro_steps_and_folds_are_launched_more_often():
+    setting, h100 = Setting(length=8192, ring=8, checkpoint="none"), device("h100")
+    one = step_cost(LLAMA, setting, h100, batch=1).launch_seconds
+    assert step_cost(LLAMA, setting, h100, 3).launch_seconds == pytest.approx(3 * one)
+    folded = step_cost(LLAMA, replace(setting, folds=4), h100, 1).launch_seconds
+    assert folded == pytest.approx(4 * one * 3 / 2)

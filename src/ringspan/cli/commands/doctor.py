@@ -65,6 +65,12 @@ def _show(result: dict[str, Any]) -> None:
     facts(out, "speed of the slowest rank", speeds)
     if result["cluster"]:
         _show_cluster(out, result)
+    if launching := result["launch_seconds"]:
+        paragraph(
+            out,
+            f"the host: {1e3 * launching:.1f} ms for each pass of a layer "
+            f"(ringspan plan --device NAME,launch_seconds={launching:.2g})",
+        )
     for each in result["missing"]:
         paragraph(
             out,

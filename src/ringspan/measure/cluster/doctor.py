@@ -38,6 +38,7 @@ from ringspan.measure.cluster.cluster import (
     problems_between,
     versions,
 )
+from ringspan.measure.cluster.host import launch_seconds
 from ringspan.measure.cluster.trial import WRONG, Trial, try_training
 from ringspan.measure.machine import (
     default_ranks,
@@ -103,9 +104,13 @@ def examine(
             ],
         )
     doing("training a model of two layers")
-    trials = launch(examine_training, ranks)
+    trial = outcome_of(launch(examine_training, ranks))
+    host = None
+    if trial.failure is None:
+        doing("timing the host")
+        host = launch(launch_seconds, 1)[0]
     doing("looking at devices and kernels")
-    return report(examined, trial=outcome_of(trials))
+    return report(examined, trial=trial, launching=host)
 
 
 def examine_training() -> Trial:
@@ -169,6 +174,7 @@ def report(
     examined: dict[str, Any] | None,
     failures: Iterable[Problem] = (),
     trial: Trial | None = None,
+    launching: float | None = None,
 ) -> dict[str, Any]:
     """Return the report on machine, ranks and problems; ``min_block_tokens`` is F/B of the slowest rank."""
     device = local_device()
@@ -222,6 +228,7 @@ def report(
         else None,
         "cluster": examined,
         "trial": None if trial is None else trial._asdict(),
+        "launch_seconds": launching,
         "can_train": not any(problem.stops for problem in problems),
         "problems": [asdict(problem) for problem in problems],
     }

@@ -18,7 +18,9 @@ class Device:
     ``flops``: dense bfloat16 FLOP/s; the efficiencies are the shares of it that good matrix products and flash
     attention (forward, backward) reach. Bandwidths are bytes/s: of its memory, of links in one direction to a device of
     its node (a TPU: to a neighbour in its slice) or of another, and to the host. ``host_memory_bytes`` is a device's
-    share; without host numbers nothing is offloaded. ``note``: what was assumed about the name that was asked for.
+    share; without host numbers nothing is offloaded. ``launch_seconds``: what the host takes for one pass of a layer,
+    forward, recomputation or backward, however few the tokens; 0 if whole steps are one program. ``note``: what was
+    assumed about the name that was asked for.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Device:
     attention_efficiency: float = 0.5
     host_bandwidth: float = 0.0
     host_memory_bytes: int = 0
+    launch_seconds: float = 2e-3
     note: str = ""
 
     def bandwidth(self, ranks: int) -> float:

@@ -36,8 +36,9 @@ def min_tokens_per_device(block_tokens: float) -> float:
 
 _BY_HAND: Final = (
     "flops", "memory_bytes", "intra_node_bandwidth", "inter_node_bandwidth", "devices_per_node", "memory_bandwidth",
-    "host_bandwidth", "host_memory_bytes",
+    "host_bandwidth", "host_memory_bytes", "launch_seconds",
 )  # fmt: skip
+_LEAST: Final = {"launch_seconds": 1e-9}
 _WHOLE: Final = ("memory_bytes", "devices_per_node", "host_memory_bytes")
 # FLOP/s, bytes or bytes/s: a million times what a device has, and far from overflow.
 _MOST: Final = 1e21
@@ -48,7 +49,8 @@ def device(text: str) -> Device:
 
     A name of two devices is taken for the more common one, see ``note``. By hand, after a name whose values change or
     without one: ``flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10,inter_node_bandwidth=1e9,devices_per_node=4``;
-    the last two (one node), ``memory_bandwidth``, ``host_bandwidth`` and ``host_memory_bytes`` are optional.
+    the last two (one node), ``memory_bandwidth``, ``host_bandwidth``, ``host_memory_bytes`` and ``launch_seconds``
+    (``h100,launch_seconds=1.5e-3``: ``ringspan doctor`` measures it) are optional.
 
     Raises:
         ConfigError: an unknown name (near ones are listed) or a value that is not a positive number.
@@ -121,9 +123,10 @@ def _read(change: str) -> tuple[str, float]:
         value = 0.0
     if not 0 < value < float("inf"):
         raise ConfigError(f"--device: {field}={number!r} should be a positive number")
-    if not 1 <= value <= _MOST:
+    least = _LEAST.get(field, 1)
+    if not least <= value <= _MOST:
         raise ConfigError(
-            f"--device: {field}={number}: should be between 1 and {_MOST:.0e}, in bytes, FLOP and seconds"
+            f"--device: {field}={number}: should be between {least:.0g} and {_MOST:.0e}, in bytes, FLOP and seconds"
         )
     if field in _WHOLE and not value.is_integer():
         raise ConfigError(f"--device: {field}={number}: should be a whole number")

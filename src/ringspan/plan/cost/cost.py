@@ -32,6 +32,8 @@ _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
 # writes three.
 _HOST_STEP_COPIES: Final = 3
 _HOST_STEP_ACCESSES: Final = 7
+_HOP_SHARE: Final = 0.05
+"""What a further hop of the ring adds to the host's time for a pass of a layer: a launch and two messages; assumed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ class StepCost(_Time):
     for attention, FSDP (parameters, gradients) and tensor parallelism (sums), and by link; ``host_bytes`` go and come
     back. ``attention_seconds`` are part of ``compute_seconds``; ``gather_seconds`` and ``host_seconds``, which overlap
     with them, are what links and host take for FSDP's bytes and for copies of one direction.
+
+    ``seconds`` are the longer of ``busy_seconds``, of devices and links, and ``launch_seconds``, in which the host
+    launches all layers.
     """
 
     flops: float
@@ -64,6 +69,13 @@ class StepCost(_Time):
     mfu: float
     gather_seconds: float
     host_seconds: float
+    busy_seconds: float
+    launch_seconds: float
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """True if devices wait for their hosts."""
+        return self.launch_seconds > self.busy_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,11 +88,16 @@ class StepCost(_Time):
             "other_computing": self.compute_seconds - self.attention_seconds,
         }
         beside = {"gathering": self.gather_seconds, "host_copies": self.host_seconds}
-        return named | {"waiting": self.exposed_seconds} | beside
+        waits = {
+            "waiting": self.exposed_seconds,
+            "launching": self.seconds - self.busy_seconds,
+        }
+        return named | waits | beside
 
     @property
     def exposed_seconds(self) -> float:
-        return self.seconds - self.compute_seconds
+        """Seconds in which devices wait for links or copies."""
+        return self.busy_seconds - self.compute_seconds
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
@@ -130,7 +147,7 @@ def step_cost(
     """Return the cost of an optimizer step of ``batch`` sequences, split into micro-steps on each replica.
 
     Tensor-parallel sums wait; parameters, gradients and host traffic overlap with computation. Left out: the
-    optimizer's time (except on the host), the first and last hop's loss of overlap, and launches.
+    optimizer's time (except on the host), and the first and last hop's loss of overlap.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
     local = shape.split(setting.tp)
@@ -155,9 +172,21 @@ def step_cost(
             + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
         )
         total = replace(total, seconds=seconds, host_bytes=total.host_bytes + copied)
+    launches = sum(
+        repeats
+        * sum(kinds.values())
+        * _passes(setting)
+        * (1 + _HOP_SHARE * (setting.ring // setting.way.ulysses - 1))
+        for repeats, _ in steps
+    )
+    launch_seconds = launches * device.launch_seconds
+    busy_seconds = total.seconds
+    total = replace(total, seconds=max(busy_seconds, launch_seconds))
     return StepCost(
         flops=flops,
         tokens=batch * setting.length,
+        busy_seconds=busy_seconds,
+        launch_seconds=launch_seconds,
         mfu=flops / (total.seconds * device.flops * setting.devices),
         gather_seconds=total.shard_bytes / device.bandwidth(setting.devices),
         host_seconds=total.host_bytes / 2 / device.host_bandwidth
@@ -165,6 +194,13 @@ def step_cost(
         else 0.0,
         **vars(total),
     )
+
+
+def _passes(setting: Setting) -> float:
+    """Return how often a layer is launched in a micro-step: forward, recomputation and backward of each fold."""
+    again = float(setting.checkpoint != "none")
+    made_again = 1 - 1 / setting.layers_per_checkpoint
+    return setting.folds * (2 + again + made_again + (setting.folds > 1))
 
 
 class _LayerTimes:

@@ -1,0 +1,66 @@
+"""Time that the host takes for a layer: with few tokens a device waits for it, whatever its speed."""
+
+import time
+from typing import Any, Final
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ringspan.torch.parallelize import parallelize
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.mesh import make_mesh
+from ringspan.torch.shard_batch import shard_batch
+
+_LAYERS: Final = (2, 8)
+_TOKENS: Final = 32
+_STEPS: Final = 12
+"""Steps of each model; the quickest counts, since anything else on the machine only adds."""
+
+
+def launch_seconds() -> float:
+    """Return the host's seconds for one pass of a layer of a Llama, the mean of forward and backward.
+
+    Two models are so small that computing takes next to no time; the difference of their steps is that of their layers.
+    Nothing waits for the device, so the process's time is that of its launches, also on a busy machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # others would spin, and count
+    try:
+        few, many = (_step_seconds(layers) for layers in _LAYERS)
+    finally:
+        torch.set_num_threads(threads)
+    passes = 2 * (_LAYERS[1] - _LAYERS[0])
+    return max(0.0, many - few) / passes
+
+
+def _step_seconds(layers: int) -> float:
+    """Return the seconds of the quickest forward and backward pass of a model with so many layers, on one rank."""
+    device = local_device()
+    mesh = make_mesh(device.type, 1, 1, 1)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=_TOKENS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model: Any = parallelize(
+            LlamaForCausalLM(config), mesh, checkpoint="none", watchdog=False
+        )
+    ids = torch.randint(
+        0, 256, (1, _TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    batch = shard_batch({"input_ids": ids.to(device), "labels": ids.to(device)}, mesh)
+    seconds: list[float] = []
+    for _ in range(_STEPS):
+        # What the step before has launched is over, so that this one only queues.
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.process_time()
+        model(**batch).loss.backward()
+        seconds.append(time.process_time() - started)
+        model.zero_grad()
+    return min(seconds)
