@@ -1,0 +1,249 @@
+"""CPU milliseconds of a layer and step, of a ring and of plain transformers with FSDP2, beside computing.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--ranks 1] [--rounds 3] [--kinds llama,qwen3-moe]
+
+The models have twelve layers that are so small that computing takes next to nothing; each rank has as many tokens in
+both. Rows of a ring and of plain transformers take turns, each in a process of its own, and the least of all steps and
+rounds counts: CPU time of rank 0's process, which a busy machine changes little. ``calls`` are Python's function calls
+per layer and step. ``new_documents``: the documents of each step have other lengths.
+"""
+
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import torch
+import torch.distributed as dist
+import typer
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ringspan as rs
+from ringspan.measure.machine import describe_machine
+from ringspan.torch.runtime.launch import launch
+
+RESULT: Final = Path(__file__).parent / "results" / "host-cost.json"
+LAYERS: Final = 12
+TOKENS: Final = 64
+WARM_UP: Final = 4
+STEPS: Final = 16
+VOCABULARY: Final = 256
+SIZES: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 65536,
+}
+KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("llama", {}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
+    ),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 32, "num_experts_per_tok": 4}),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCase:
+    """A model, a checkpoint policy, and who trains it; plain transformers have one checkpoint, ``full``."""
+
+    kind: str = "llama"
+    checkpoint: str = "attention"
+    ranks: int = 1
+    is_plain: bool = False
+    lora: bool = False
+    new_documents: bool = False
+
+
+def cases(kinds: list[str], ranks: int) -> list[tuple[HostCase, HostCase]]:
+    """Return pairs of a ring's case and the plain one that it is compared with."""
+    wanted = [
+        HostCase(kind=kind, checkpoint=checkpoint, ranks=ranks)
+        for kind in kinds
+        for checkpoint in (
+            ("none", "attention", "full") if kind == "llama" else ("attention",)
+        )
+    ]
+    if "llama" in kinds:
+        wanted.append(HostCase(ranks=ranks, lora=True))
+        wanted.append(HostCase(ranks=ranks, new_documents=True))
+    return [(case, plain_of(case)) for case in wanted]
+
+
+def plain_of(case: HostCase) -> HostCase:
+    """Return the case of plain transformers: without documents, which it does not keep apart."""
+    checkpoint = "none" if case.checkpoint == "none" else "full"
+    return HostCase(
+        kind=case.kind,
+        checkpoint=checkpoint,
+        ranks=case.ranks,
+        is_plain=True,
+        lora=case.lora,
+    )
+
+
+def measure(case: HostCase) -> dict[str, float]:
+    """Train on this rank; return milliseconds per layer of the least step and of its parts, and calls."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    step = _plain(case) if case.is_plain else _on_ring(case)
+    parts: list[tuple[float, ...]] = []
+    for number in range(WARM_UP + STEPS):
+        dist.barrier()
+        times = step(number)
+        if number >= WARM_UP:
+            parts.append(times)
+    profile = cProfile.Profile()
+    profile.enable()
+    step(WARM_UP + STEPS)
+    profile.disable()
+    calls = sum(row[1] for row in pstats.Stats(profile).stats.values())  # pyright: ignore
+    names = ("batch", "forward", "backward", "optimizer")
+    per_layer = 1e3 / LAYERS
+    found = {
+        name: per_layer * min(column)
+        for name, column in zip(names, zip(*parts, strict=True), strict=True)
+    }
+    total = per_layer * min(map(sum, parts))
+    return found | {"step": total, "calls": calls / LAYERS}
+
+
+def _model(case: HostCase) -> Any:
+    kind, changes = KINDS[case.kind]
+    config = AutoConfig.for_model(kind, **SIZES, **changes)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config).train()
+    if case.lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    return model
+
+
+def _step(model: Any, batch_of: Callable[[int], dict[str, Any]]) -> Any:
+    """Return a step that returns the CPU seconds of its parts."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+
+    def step(number: int) -> tuple[float, ...]:
+        marks = [time.process_time()]
+        batch = batch_of(number)
+        marks.append(time.process_time())
+        loss = model(**batch).loss
+        marks.append(time.process_time())
+        loss.backward()
+        marks.append(time.process_time())
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(time.process_time())
+        return tuple(end - start for start, end in pairwise(marks))
+
+    return step
+
+
+def _plain(case: HostCase) -> Any:
+    model, rank = _model(case), dist.get_rank()
+    mesh = init_device_mesh("cpu", (case.ranks,))
+    if case.checkpoint != "none":
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        if case.lora:
+            model.enable_input_require_grads()
+    base = model.get_base_model() if case.lora else model
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS * case.ranks))
+    mine = ids[:, rank * TOKENS : (rank + 1) * TOKENS]
+    return _step(model, lambda _: {"input_ids": mine, "labels": mine})
+
+
+def _on_ring(case: HostCase) -> Any:
+    mesh = rs.init_mesh(ring=case.ranks)
+    model = rs.parallelize(
+        _model(case), mesh, checkpoint=case.checkpoint, watchdog=False
+    )
+    length = TOKENS * case.ranks
+    ids = torch.randint(0, VOCABULARY, (1, length))
+
+    def batch_of(number: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+        if case.new_documents:
+            draw = torch.Generator().manual_seed(number)
+            cuts = torch.randint(1, length, (6,), generator=draw).unique().tolist()
+            ends = [*cuts, length]
+            starts = [0, *cuts]
+            lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+            positions = [torch.arange(each) for each in lengths]
+            batch["position_ids"] = torch.cat(positions)[None]
+        return rs.shard_batch(batch, mesh)
+
+    return _step(model, batch_of)
+
+
+def main(
+    kinds: Annotated[str, typer.Option(help="Models, separated by commas.")] = ",".join(
+        KINDS
+    ),
+    ranks: int = 1,
+    rounds: int = 3,
+) -> None:
+    """Measure all cases in turns, and add the rows to the result file."""
+    rows: list[dict[str, Any]] = []
+    for ring_case, plain_case in cases(kinds.split(","), ranks):
+        found: dict[HostCase, list[dict[str, float]]] = {}
+        for _ in range(rounds):
+            for case in (ring_case, plain_case):
+                one = launch(measure, case.ranks, case, threads=1)[0]
+                found.setdefault(case, []).append(one)
+        least = {
+            case: {name: min(one[name] for one in several) for name in several[0]}
+            for case, several in found.items()
+        }
+        ours, plain = least[ring_case], least[plain_case]
+        ratio = ours["step"] / plain["step"]
+        print(f"{ring_case}: {ours['step']:.2f} ms a layer, {ratio:.2f} of plain")
+        rows.append(
+            asdict(ring_case) | {"ring": ours, "plain": plain, "ratio": round(ratio, 3)}
+        )
+    before = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
+    same = [(row["kind"], row["ranks"]) for row in rows]
+    kept = [row for row in before["rows"] if (row["kind"], row["ranks"]) not in same]
+    command = "OMP_NUM_THREADS=1 python -m benchmarks.host_cost"
+    result = {
+        "command": command,
+        "machine": describe_machine(),
+        "layers": LAYERS,
+        "tokens_per_rank": TOKENS,
+        "rows": kept + rows,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
