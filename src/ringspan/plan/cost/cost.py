@@ -33,7 +33,7 @@ _GRADIENT_BYTES: Final = 4  # FSDP reduces in float32
 _HOST_STEP_COPIES: Final = 3
 _HOST_STEP_ACCESSES: Final = 7
 _HOP_SHARE: Final = 0.05
-"""What a further hop of the ring adds to the host's time for a pass of a layer: a launch and two messages; assumed."""
+"""Share of a pass's launch time that a further hop adds, for a launch and two messages; assumed."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class StepCost(_Time):
     back. ``attention_seconds`` are part of ``compute_seconds``; ``gather_seconds`` and ``host_seconds``, which overlap
     with them, are what links and host take for FSDP's bytes and for copies of one direction.
 
-    ``seconds`` are the longer of ``busy_seconds``, of devices and links, and ``launch_seconds``, in which the host
-    launches all layers.
+    ``seconds`` are the longer of ``busy_seconds``, of devices and links, and ``launch_seconds``: the host's for
+    the launches of all layers.
     """
 
     flops: float
@@ -96,7 +96,7 @@ class StepCost(_Time):
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which devices wait for links or copies."""
+        """Seconds that devices wait for links or copies."""
         return self.busy_seconds - self.compute_seconds
 
 

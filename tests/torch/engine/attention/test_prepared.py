@@ -1,4 +1,4 @@
-"""What is made once for all layers is made again when anything that it depends on has changed."""
+"""Preparations of passes: made once for all layers, and anew when anything that they depend on has changed."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ class Seen(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-def test_with_and_without_the_dispatcher_results_are_equal_bit_for_bit():
+def test_results_are_equal_without_the_dispatcher():
     def results():
         q, k, v = tensors()
         out = rs.ring_attention(q, k, v, sinks=torch.ones(4))

@@ -234,7 +234,7 @@ def runs_plainly() -> bool:
 
 
 class Gradient(NamedTuple):
-    """How an operator is differentiated: what its forward pass keeps, and the gradients made of that."""
+    """Differentiation of an operator: what its forward pass keeps, and the gradients made of that."""
 
     save: Callable[[Any, tuple[Any, ...], tuple[Tensor, Tensor]], None]
     differentiate: Callable[..., tuple[Tensor | None, ...]]

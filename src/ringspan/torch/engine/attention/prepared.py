@@ -36,10 +36,10 @@ class Trade(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What a pass of one rank needs besides its tensors and messages."""
+    """Needs of a rank's pass besides its tensors and messages."""
 
     facts: dict[str, Any]
-    """What all ranks have to be given alike; not to be changed."""
+    """Arguments that must be equal on all ranks; not to be changed."""
     signature: str
     """Text that tells this pass's messages from those of others."""
     spec: AttentionSpec

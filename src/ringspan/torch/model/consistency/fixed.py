@@ -28,11 +28,11 @@ HOOKED = (
     "has a gradient hook, which FSDP never calls; change parameter.grad between backward and the optimizer's step, or "
     "use register_post_accumulate_grad_hook after parallelize"
 )
-_COPY: Final = (
+_REMEDY: Final = (
     "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
 )
 _OF_TRAINING: Final = "z_loss", "label_smoothing", "layers_per_checkpoint", "offload"
-_REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
+_REPLACED: Final = "was replaced after parallelize, and would not be used"
 Structure = dict[nn.Module, dict[str, None]]
 """Parameter names of each module; dicts ignore order, which PEFT's LoRA of a parameter changes in a pass."""
 
@@ -71,10 +71,10 @@ def check_fixed(model: RingModel) -> None:
     for module in found:
         for name, parameter in module._parameters.items():
             if parameter is not None and (problem := _problem(parameter, copies)):
-                path = _paths(model)[module]
-                raise UnsupportedError(f"{path}.{name}{problem}")
+                path, (what, remedy) = _paths(model)[module], problem
+                raise UnsupportedError(f"{path}.{name}{what}; {remedy}")
     if unseen := unseen_parameters(model):
-        raise UnsupportedError(f"{unseen[0]} {_REPLACED}")
+        raise UnsupportedError(f"{unseen[0]} {_REPLACED}; {_REMEDY}")
 
 
 def _first_change(model: RingModel, found: Structure) -> str:
@@ -89,16 +89,20 @@ def _paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
-def _problem(parameter: Tensor, copies: set[int]) -> str:
-    """Return what was done to a parameter since ``parallelize``, to be read after its name; "" if nothing."""
+def _problem(parameter: Tensor, copies: set[int]) -> tuple[str, str] | None:
+    """Return a parameter's change since ``parallelize``, to be read after its name, and the remedy; None without."""
     is_shard = isinstance(parameter, DTensor)
     if not is_shard and id(parameter) not in copies:
-        return f" {_REPLACED}"
+        return f" {_REPLACED}", _REMEDY
     if is_shard and _is_of_other_data(parameter):
         return (
-            f".data was set after parallelize, which does not reach its shard; {_COPY}"
+            ".data was set after parallelize, which does not reach its shard",
+            _REMEDY,
         )
-    return f" {HOOKED}" if parameter._backward_hooks else ""
+    if parameter._backward_hooks:
+        what, _, remedy = HOOKED.partition("; ")
+        return f" {what}", remedy
+    return None
 
 
 class Weights:

@@ -40,7 +40,7 @@ class Store:
 
     @property
     def moves(self) -> bool:
-        """Whether any tensor is large enough to be moved."""
+        """True if any tensor is large enough to be moved."""
         return self.min_bytes < sys.maxsize
 
     def put(self, tensor: Tensor) -> "Tensor | _Parked":
