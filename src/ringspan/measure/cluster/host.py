@@ -20,8 +20,8 @@ _STEPS: Final = 12
 def launch_seconds() -> float:
     """Return the host's seconds for one pass of a layer of a Llama, the mean of forward and backward.
 
-    Two models are so small that computing takes next to no time; the difference of their steps is that of their layers.
-    Nothing waits for the device, so the process's time is that of its launches, also on a busy machine.
+    Two models are so small that computing takes next to no time; their steps differ by the time of their layers.
+    Nothing waits for the device, so the process's time goes to its launches, also on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # others would spin, and count

@@ -188,7 +188,7 @@ _backward_op: Final = torch.library.custom_op(
 
 
 def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operator's gradients of q, k, v and sinks; the inputs are those of ``_backward``."""
+    """Return the operator's gradients of q, k, v and sinks; the inputs are ``_backward``'s."""
     # Another derivative would be asked of the operator, which refuses it.
     is_last = not torch.is_grad_enabled()
     return (_backward if is_last and runs_plainly() else _backward_op)(*inputs)
@@ -269,7 +269,7 @@ def register_gradient(
 def plain_call(
     forward: Callable[..., Any], operator: CustomOpDef, gradient: Gradient
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return an operator's call that runs ``forward``, its own code, where nothing looks at operators.
+    """Return a call of an operator that runs ``forward``, its own code, unless something looks at operators.
 
     Torch's way to a custom operator takes longer than a small attention.
     """

@@ -41,7 +41,7 @@ class Prepared:
     facts: dict[str, Any]
     """Arguments that must be equal on all ranks; not to be changed."""
     signature: str
-    """Text that tells this pass's messages from those of others."""
+    """Text that tells this pass's messages from others."""
     spec: AttentionSpec
     layouts: tuple[Layout, Layout]
     """Layouts of queries and keys, over groups if there is a trade."""

@@ -1,4 +1,4 @@
-"""Parts of tensors (B, heads, rows, ...); where a part is everything, the tensor itself, which costs no view."""
+"""Parts of tensors (B, heads, rows, ...); the tensor itself if a part is everything, which costs no view."""
 
 from torch import Tensor
 
