@@ -77,7 +77,7 @@ _known: Final[dict[Hashable, AttentionSpec]] = {}
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """Return the operator's tensors and spec; raise like ``ring_attention``.
 
-    The layers of a step ask alike, so what they ask is checked once; each tensor is looked at every time.
+    The layers of a step ask the same, so it is checked once; each tensor is looked at every time.
     """
     for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
         check_plain(name, tensor)
@@ -94,7 +94,7 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
 def _known_spec(
     asked: Request, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, v: Tensor
 ) -> AttentionSpec:
-    """Return ``_spec_of`` the arguments, made once for all that ask alike."""
+    """Return ``_spec_of`` the arguments, made once for all that ask the same."""
     alike = _alike(asked, group, q, k, v)
     try:
         spec = _known.get(alike)
