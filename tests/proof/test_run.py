@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -44,7 +45,18 @@ def proven(
 @pytest.mark.parametrize(
     ("kind", "ranks", "options"),
     [
-        ("llama", 2, {"route": "ulysses", "checkpoint": "full"}),
+        (
+            "llama",
+            2,
+            {
+                "route": "ulysses",
+                "checkpoint": "full",
+                "z_loss": 0.01,
+                "label_smoothing": 0.1,
+                "loss_chunk_tokens": 512,
+                "tree": True,
+            },
+        ),
         ("gemma3_text", 3, {"layout": "striped"}),
         ("qwen3_next", 2, {}),
         *long(
@@ -103,6 +115,26 @@ def test_a_planted_fault_is_found_and_placed(pool, plant, place):
         assert proof.smallest == {}, "no option is to blame"
 
 
+def counted(mesh: Any, plant: Plant) -> tuple[Proof, dict[str, int]]:
+    counts = {"run_on_ring": 0, "run_alone": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+
+            def counting(*args: Any, name: str = name, plain: Any) -> Any:
+                counts[name] += 1
+                return plain(*args)
+
+            plain = getattr(steps, name)
+            patch.setattr(steps, name, partial(counting, name=name, plain=plain))
+        return proven(mesh, "llama", {}, plant), counts
+
+
+def test_looking_for_the_place_runs_no_batch_again(pool):
+    for proof, counts in pool.run(counted, 2, scaled_gradient):
+        assert proof.rows[0].place.startswith("the gradient of model.layers.0.")
+        assert counts == {"run_on_ring": 5, "run_alone": 5}
+
+
 def test_an_option_that_is_to_blame_is_named_alone(pool):
     options = {"layout": "striped", "comm_dtype": "int8", "checkpoint": "full"}
     for proof in pool.run(proven, 2, "llama", options):
@@ -132,12 +164,13 @@ def test_what_a_ring_refuses_a_proof_refuses(pool, kind, options, said):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_batches_have_targets_and_rest_on_some_ranks(ranks):
-    given = batches(ranks)
+    given = batches(ranks, vocabulary=97, tree=True)
     for batch in given.values():
         assert (batch.inputs["labels"] != -100).any()
-        for row, start, stop in batch.parts:
-            assert batch.real[row, start:stop].all()
-        assert sum(stop - start for _, start, stop in batch.parts) == batch.real.sum()
+        seen = torch.zeros_like(batch.real)
+        for row, places in batch.parts:
+            seen[row, list(places)] = True
+        assert (seen == batch.real).all()
     early = given["a rank without targets"].inputs["labels"]
     last = (early != -100).nonzero()[-1, 1]
     assert ranks == 1 or last < early.shape[1] // ranks

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
+from ringspan.proof.trial import has_own_code
 from ringspan.torch.model.layers.decoder import layers_of, text_config
 
 VOCABULARY: Final = 97
@@ -111,7 +112,7 @@ def small_model(config: PreTrainedConfig) -> Small:
     """
     text = text_config(config)
     name = type(text).__name__
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    if type(text) not in AutoModelForCausalLM._model_mapping and not has_own_code(text):
         raise UnsupportedError(
             f"{type(config).__name__}: models that see or hear are not proven yet; give the config of a language model"
         )
@@ -121,6 +122,8 @@ def small_model(config: PreTrainedConfig) -> Small:
         values.pop(field, None)
     try:
         small = type(text)(**_shrunk(values, len(kinds), _first_of_each(kinds)))
+        if has_own_code(text):
+            small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
         model = _on_meta(small)
     except Exception as error:  # each type of model checks its sizes in its own way
         raise UnsupportedError(
@@ -142,7 +145,9 @@ def _kinds(model: Any) -> list[tuple[Any, ...]]:
 def _on_meta(config: PreTrainedConfig) -> Any:
     """Make a model without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=has_own_code(config)
+        )
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ def test_it_prints_one_object_of_a_model_that_is_exact(monkeypatch, capsys):
     check_object("prove", result)
     assert result["exact"] and result["options"] == {"layout": "striped"}
     assert result["mesh"]["ring"] == 2
-    assert all(row["error"] < result["bound"] for row in result["rows"])
+    assert all(row["error"] < row["bound"] for row in result["rows"])
     assert [row["batch"] for row in result["rows"]][-1] == "generation"
 
 
@@ -30,7 +30,8 @@ def proof_of(*rows: Row, **others):
 
 def test_people_see_the_place_and_the_exit_code_says_so(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    wrong = Row("one sequence", 0.3, "the loss", "the output of layers.1, in row 0")
+    where = "the output of layers.1, in row 0"
+    wrong = Row("one sequence", 0.3, "the loss", place=where)
     refused = Row("generation", refused="it does not write")
     proof = proof_of(wrong, refused, smallest={"comm_dtype": "int8"})
     place = "ringspan.cli.commands.prove.on_ranks"
@@ -39,6 +40,7 @@ def test_people_see_the_place_and_the_exit_code_says_so(monkeypatch, capsys):
     for expected in (
         "striped",
         "3.0e-01",
+        "1e-09",
         "refused: it does not write",
         "differs: one sequence, first at the output of layers.1, in row 0",
         "comm_dtype=int8",

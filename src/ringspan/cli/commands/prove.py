@@ -1,7 +1,7 @@
 """``ringspan prove``: exactness of a model with the options of a step, tried here."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -11,6 +11,9 @@ from ringspan.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ringspan.proof.run import Proof
+    from ringspan.train.config.step import AskedStep
+
+DTYPES: Final = ("float64", "float32", "bfloat16")
 
 EPILOG = (
     "Example: ringspan prove --model llama-3.1-8b --ranks 2 attention.route=ulysses memory.checkpoint=full. "
@@ -22,7 +25,7 @@ def command(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A training file, and settings as key=value of the tables mesh, attention and memory.",
+            help="A training file, and settings as key=value, such as memory.checkpoint=full.",
             show_default=False,
         ),
     ] = None,
@@ -33,6 +36,13 @@ def command(
             show_default=False,
         ),
     ] = "",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype that layers compute in: float64, float32 or bfloat16; default: float64 on CPUs, on GPUs "
+            "float32 and the training file's."
+        ),
+    ] = None,
     ranks: LocalRanks = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,21 +52,21 @@ def command(
     differs, with the place, and 2 if the model or an option is refused.
     """
     from ringspan.measure.machine import default_ranks
-    from ringspan.plan.model.configs import model_shape
     from ringspan.torch.runtime.environment import is_rank
     from ringspan.train.config.step import read_step
 
-    asked = read_step(settings or [])
-    source = model or asked.model
-    if not source:
+    _check_dtype(dtype)
+    step = read_step(settings or [])
+    if not model and not step.is_file:
         raise ConfigError(
             "nothing to prove: give --model, such as --model llama-3.1-8b, or a training file"
         )
-    shape = model_shape(source)
+    step.settings.adapter.require_extras()
+    named = _config_of(model) if model else None
     nproc = None if is_rank() else default_ranks() if ranks is None else ranks
 
     def given() -> tuple[Any, ...]:
-        return shape.config, shape.name, asked.options, asked.sizes
+        return named, step, dtype
 
     proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
     if is_first:
@@ -65,13 +75,53 @@ def command(
         raise typer.Exit(1)
 
 
-def _prove(*given: Any) -> "Proof":
+def _check_dtype(dtype: str | None) -> None:
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+
+
+def _config_of(model: str) -> tuple[str, str]:
+    """Return a model's config as JSON, and its name."""
+    from ringspan.plan.model.configs import model_shape
+
+    shape = model_shape(model)
+    return shape.config, shape.name
+
+
+def _prove(
+    named: tuple[str, str] | None, step: "AskedStep", dtype: str | None
+) -> "Proof":
     """Prove on this rank; the first one says what it is at."""
     import torch.distributed as dist
 
-    from ringspan.proof.run import prove_here
+    from ringspan.plan.model.reader import config_of
+    from ringspan.proof.run import Asked, dtypes_named, prove_on
+    from ringspan.torch.runtime.dtypes import dtype_named
+    from ringspan.torch.runtime.mesh import init_mesh
+    from ringspan.train.adapter import lora_config
+    from ringspan.train.model import load_model_config
 
-    return prove_here(*given, doing=say if dist.get_rank() == 0 else silent)
+    settings = step.settings
+    if named is None:
+        config = load_model_config(settings)
+        name = settings.model.path or config.model_type
+    else:
+        text, name = named
+        config = config_of(json.loads(text), name)
+    parameters = dtype_named(settings.model.parameter_dtype)
+    trained = dtypes_named(dtype_named(settings.model.dtype), parameters)
+    asked = Asked(
+        config=config,
+        name=name,
+        options=step.options,
+        adapter=lora_config(settings.adapter),
+        dtypes=dtypes_named(dtype_named(dtype), parameters) if dtype else (),
+        trained=trained,
+        tree=settings.data.shared_prefix,
+        not_tried=step.not_tried,
+    )
+    doing = say if dist.get_rank() == 0 else silent
+    return prove_on(init_mesh(**step.sizes), asked, doing)
 
 
 def _show(proof: "Proof", *, as_json: bool) -> None:
@@ -86,12 +136,12 @@ def _show(proof: "Proof", *, as_json: bool) -> None:
     rows = [("tried", tried), ("mesh", sizes), ("options", options or "the defaults")]
     facts(out, proof.model, rows)
     shown = [
-        [row.batch, f"refused: {row.refused}", ""]
+        [row.batch, row.dtype, f"refused: {row.refused}", "", ""]
         if row.error is None
-        else [row.batch, f"{row.error:.1e}", row.of]
+        else [row.batch, row.dtype, f"{row.error:.1e}", f"{row.bound:.0e}", row.of]
         for row in proof.rows
     ]
-    headers = ["batch", "worst relative error", "of"]
+    headers = ["batch", "dtype", "worst error", "bound", "of"]
     table(out, "against plain transformers on one process", headers, shown)
     if proof.is_exact:
         paragraph(out, f"exact, in {proof.seconds:.0f} s", style="green")
