@@ -2,15 +2,16 @@
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ringspan.core.errors import (
     ConfigError,
@@ -23,10 +24,12 @@ from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
 from ringspan.proof.compare import Bounds
 from ringspan.proof.options import options_of_trial
-from ringspan.proof.small import small_model
+from ringspan.proof.packed import refuse_packing
+from ringspan.proof.small import plain_of, small_model
 from ringspan.proof.steps import Outcome
 from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
+from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.layers.decoder import text_config
 from ringspan.torch.runtime.mesh import init_mesh
 
@@ -148,13 +151,16 @@ def prove_on(
     versions = _versions(mesh)
     small, layers, parameters, left_out = small_model(asked.config)
     options, untried = options_of_trial(asked.options)
+    packed = _packed(asked.config)
+    if packed is not None:
+        refuse_packing(packed, asked.adapter)
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
     proof = Proof(
         asked.name, layers, parameters, sizes, _plain(options), versions=versions
     )
     if left_out:
         proof.not_tried.insert(0, f"{left_out} further kinds of layers")
-    proof.not_tried += [*untried, *asked.not_tried]
+    proof.not_tried += [*untried, *_untried_of(asked), *asked.not_tried]
     vocabulary = text_config(small).vocab_size
     given = batches(
         mesh["ring"].size(),
@@ -162,9 +168,9 @@ def prove_on(
         vocabulary=vocabulary,
         tree=asked.tree,
     )
-    subject = Subject(config=small, adapter=asked.adapter)
+    subject = Subject(config=small, adapter=asked.adapter, packed=packed)
     alone, wrong = _Alone(), None
-    for dtype, stored in _dtypes_of(mesh, asked):
+    for dtype, stored in _dtypes_of(mesh, asked, packed is not None):
         trial = Trial(
             subject=subject,
             mesh=mesh,
@@ -284,15 +290,44 @@ def _versions(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _dtypes_of(
-    mesh: DeviceMesh, asked: Asked
+    mesh: DeviceMesh, asked: Asked, is_packed: bool
 ) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-    """Return the dtypes to try: float64 on CPUs, on other devices float32 and the training's, unless some are given."""
+    """Return the dtypes to try: float64 on CPUs, on other devices float32 and the training's, unless some are given.
+
+    Packed weights are multiplied in float32 at most.
+    """
+    if is_packed:
+        if any(dtype == torch.float64 for dtype, _ in asked.dtypes):
+            raise ConfigError(
+                "dtype=float64: packed weights are multiplied in narrower dtypes; use float32 or bfloat16"
+            )
+        # Their layers are loaded in the dtype that they compute in.
+        given = tuple((dtype, dtype) for dtype, _ in asked.dtypes)
+        return given or ((torch.float32, torch.float32),)
     if asked.dtypes:
         return asked.dtypes
     if mesh.device_type == "cpu":
         return ((torch.float64, torch.float64),)
     plain = ((torch.float32, torch.float32),)
     return plain + tuple(pair for pair in asked.trained if pair not in plain)
+
+
+def _packed(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return a config's quantisation as values, if its weights are packed."""
+    found: Any = getattr(config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _untried_of(asked: Asked) -> Iterator[str]:
+    """Yield switches of a model that its small one does not have."""
+    text = text_config(asked.config)
+    implementation = text._attn_implementation
+    if implementation != plain_of(implementation):
+        yield f"attn_implementation={implementation} (one process computes with eager)"
+    if getattr(text, "output_router_logits", False):
+        yield "output_router_logits=True (the routers' auxiliary loss)"
+    if dropout := getattr(asked.adapter, "lora_dropout", 0.0):
+        yield f"lora_dropout={dropout}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -308,7 +343,7 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def prove(
-    model: PreTrainedModel | PreTrainedConfig,
+    model: nn.Module | PreTrainedConfig,
     mesh: DeviceMesh | None = None,
     *,
     adapter: Any = None,
@@ -322,7 +357,7 @@ def prove(
     the mesh and by plain transformers on one process: see ``Proof``, whose ``is_exact`` is the verdict.
 
     Args:
-        model: a model, whose config and adapter count and not its weights, or a config.
+        model: a model of transformers or PEFT, whose config and adapter count and not its weights, or a config.
         mesh: as for ``parallelize``; a ring of all ranks if None.
         adapter: a config of PEFT, for an adapter that trains in place of the weights.
         dtype: that layers compute in, such as ``torch.bfloat16``; float64 on CPUs and float32 on other devices if None.
@@ -333,14 +368,27 @@ def prove(
         UnsupportedError, ConfigError, LayoutError: on every rank, a model or options that ``parallelize`` refuses.
         PeerMismatch: ranks with other releases of what computes.
     """
-    named: Any = model.config if isinstance(model, PreTrainedModel) else model
+    not_tried = list[str]()
+    if isinstance(model, PreTrainedConfig):
+        config = model
+    else:
+        base = base_of(model)
+        config = base.config
+        if is_peft(model) and adapter is None:
+            adapter = next(iter(model.peft_config.values()))
+        head = type(base).__name__
+        if not head.endswith(
+            ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        ):
+            not_tried.append(f"the head of {head}: a trial has a language model's")
     asked = Asked(
-        config=named,
+        config=config,
         name=type(model).__name__,
         options=options,
         adapter=adapter,
         dtypes=dtypes_named(dtype),
         tree=tree,
+        not_tried=tuple(not_tried),
     )
     return prove_on(init_mesh() if mesh is None else mesh, asked)
 

@@ -87,11 +87,13 @@ _CHOSEN: Final = (
 _ABOUT_FILES: Final = (
     "architectures",
     "auto_map",
+    "quantization_config",
     "dtype",
     "torch_dtype",
     "transformers_version",
 )
 _DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
+_NO_LOSS: Final = ("output_router_logits",)  # one process would add an auxiliary loss
 _IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
@@ -134,8 +136,13 @@ def small_model(config: PreTrainedConfig) -> Small:
         raise UnsupportedError(
             f"{name} has {count:,} parameters when made small; use make models, which knows every type"
         )
-    small._attn_implementation = text._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
+    small._attn_implementation = plain_of(text._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     return Small(small, len(there), count, max(0, len({*kinds}) - len({*there})))
+
+
+def plain_of(implementation: str | None) -> str | None:
+    """Return an attention implementation if transformers computes it on any device in any dtype, else "eager"."""
+    return implementation if implementation in (None, "eager", "sdpa") else "eager"
 
 
 def _kinds(model: Any) -> list[tuple[Any, ...]]:
@@ -144,9 +151,11 @@ def _kinds(model: Any) -> list[tuple[Any, ...]]:
 
 def _on_meta(config: PreTrainedConfig) -> Any:
     """Make a model without memory."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = plain_of(config._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), trust_remote_code=has_own_code(config)
+            config, trust_remote_code=has_own_code(config)
         )
 
 
@@ -190,6 +199,7 @@ def _shrunk(values: dict[str, Any], layers: int, kept: list[int]) -> dict[str, A
         | _small_experts(set_ones)
         | _small_layers(set_ones, layers, kept)
         | {name: number for name, number in _IDS.items() if name in values}
+        | {name: False for name in _NO_LOSS if name in values}
     )
 
 

@@ -1,5 +1,6 @@
 """Trials of a proof: a model, built the same each time, on a mesh with the options of a step, in a dtype."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,6 +12,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.proof.float64 import in_float64_of
+from ringspan.proof.packed import packed_copy, unpacked
 
 _NOISE: Final = 0.05
 """Deviation of random weights."""
@@ -23,6 +25,8 @@ class Subject:
     config: PreTrainedConfig
     adapter: Any = None
     """Config of PEFT; the adapter is all that trains then."""
+    packed: dict[str, Any] | None = None
+    """Quantisation config of weights that bitsandbytes packs."""
 
     def make(self, dtype: torch.dtype, rounded: torch.dtype | None = None) -> Any:
         """Make the model with the same weights each time; with float64, it computes in float64 throughout.
@@ -32,7 +36,13 @@ class Subject:
         model = _plain(self.config)
         if rounded is not None:
             model.to(rounded).float()
-        model = in_float64_of(model) if dtype == torch.float64 else model.to(dtype)
+        if self.packed is not None:
+            packed = packed_copy(model, self.packed, rounded or torch.float32)
+            model = unpacked(model, packed) if dtype == torch.float64 else packed
+        if dtype == torch.float64:
+            model = in_float64_of(model)
+        elif self.packed is None:
+            model = model.to(dtype)
         model.set_experts_implementation("eager")  # grouped products know no float64
         if self.adapter is not None:
             model = _adapted(model, self.adapter, dtype)
@@ -94,6 +104,9 @@ def _adapted(model: Any, adapter: Any, dtype: torch.dtype) -> Any:
 
     from ringspan.torch.model.adapters import asking_as_before
 
+    adapter = copy.deepcopy(adapter)
+    if getattr(adapter, "lora_dropout", 0.0):
+        adapter.lora_dropout = 0.0
     with asking_as_before():
         model = get_peft_model(model, adapter)
     random = torch.Generator().manual_seed(5)

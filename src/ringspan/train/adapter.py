@@ -51,6 +51,16 @@ def lora_config(settings: AdapterConfig) -> Any:
     )
 
 
+def read_adapter(folder: str) -> Any:
+    """Return PEFT's config of a folder's adapter; ConfigError if it cannot be read."""
+    from peft import PeftConfig
+
+    with refused(f"--adapter {folder!r}", OSError, ValueError, KeyError, TypeError):
+        config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
+
+
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     # PEFT's own method: the model's override would gather weights that rank 0 already has.
     from peft import PeftModel

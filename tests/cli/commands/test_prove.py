@@ -1,12 +1,14 @@
 """``ringspan prove``: its object, its tables, its exit codes."""
 
 import json
+from typing import Any
 
 import pytest
 
 from ringspan.proof.run import Proof, Row
 from tests.cases import refusals
 from tests.cli.test_bad_input import ended, printed, refusal
+from tests.proof.remote import write_remote
 from tests.surface import check_object
 
 
@@ -53,6 +55,42 @@ def test_people_see_the_place_and_the_exit_code_says_so(monkeypatch, capsys):
 def test_what_is_refused_is_no_difference(error, exact):
     proof = proof_of(Row("one", error), Row("two", refused="not this"))
     assert proof.is_exact == exact
+
+
+def test_python_files_run_only_with_leave(monkeypatch, capsys, tmp_path):
+    folder = write_remote(tmp_path / "gated")
+    message = refusal(monkeypatch, capsys, "prove", "--model", folder)
+    assert "model.trust_remote_code = true" in message
+
+
+def test_settings_and_options_arrive(monkeypatch, capsys, tmp_path):
+    given = []
+    proof = proof_of(Row("one", 1e-12))
+    place = "ringspan.cli.commands.prove.on_ranks"
+
+    def on_ranks(_: object, arguments: Any, *__: object, **___: object) -> Any:
+        given.append(arguments())
+        return proof, True
+
+    monkeypatch.setattr(place, on_ranks)
+    folder = write_remote(tmp_path / "gated")
+    ended(
+        monkeypatch, capsys, "prove", "--model", folder, "--dtype", "bfloat16",
+        "--adapter", "8", "model.trust_remote_code=true", "optimizer.z_loss=1e-4",
+        code=0,
+    )  # fmt: skip
+    ((named, step, dtype, adapter),) = given
+    assert named is None and step.settings.model.path == str(folder)
+    assert step.settings.adapter.rank == 8 and adapter == ""
+    assert step.options == {"z_loss": 1e-4} and dtype == "bfloat16"
+
+
+def test_packed_weights_of_a_config_go_to_the_proof(monkeypatch, capsys, tmp_path):
+    values = {"model_type": "llama", "quantization_config": {"load_in_4bit": True}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    message = refusal(monkeypatch, capsys, "prove", "--model", path, "--ranks", "1")
+    assert "packed weights do not train; add an adapter" in message
 
 
 @refusals("prove")

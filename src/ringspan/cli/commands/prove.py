@@ -1,6 +1,7 @@
 """``ringspan prove``: exactness of a model with the options of a step, tried here."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from ringspan.cli.checks import AsJson, LocalRanks, on_ranks
 from ringspan.cli.console import console, facts, paragraph, say, silent, table
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages.extras import require
 
 if TYPE_CHECKING:
     from ringspan.proof.run import Proof
@@ -36,6 +38,13 @@ def command(
             show_default=False,
         ),
     ] = "",
+    adapter: Annotated[
+        str,
+        typer.Option(
+            help="Train an adapter: the rank of a LoRA over all linear layers, or a folder of PEFT.",
+            show_default=False,
+        ),
+    ] = "",
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -56,17 +65,27 @@ def command(
     from ringspan.train.config.step import read_step
 
     _check_dtype(dtype)
-    step = read_step(settings or [])
+    folder, given_rank = _adapter(adapter)
+    typed = [*(settings or []), *given_rank]
+    step = read_step(typed)
     if not model and not step.is_file:
         raise ConfigError(
             "nothing to prove: give --model, such as --model llama-3.1-8b, or a training file"
         )
     step.settings.adapter.require_extras()
-    named = _config_of(model) if model else None
+    named = None
+    if model and (step.settings.model.trust_remote_code or _has_own_code(model)):
+        step = read_step([*typed, f"model.path={json.dumps(model)}"])
+    elif model:
+        named = _config_of(model)
     nproc = None if is_rank() else default_ranks() if ranks is None else ranks
 
     def given() -> tuple[Any, ...]:
-        return named, step, dtype
+        if named is None and not is_rank():  # once, before ranks would all raise
+            from ringspan.train.model import load_model_config
+
+            load_model_config(step.settings)
+        return named, step, dtype, folder
 
     proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
     if is_first:
@@ -84,12 +103,47 @@ def _config_of(model: str) -> tuple[str, str]:
     """Return a model's config as JSON, and its name."""
     from ringspan.plan.model.configs import model_shape
 
+    values = _values_of(model)
+    if values.get("quantization_config") and values.get("model_type"):
+        return json.dumps(values), model  # the planner counts unpacked weights
     shape = model_shape(model)
     return shape.config, shape.name
 
 
+def _has_own_code(model: str) -> bool:
+    """Return whether a folder's config names Python files for a type that transformers lacks."""
+    from transformers import CONFIG_MAPPING
+
+    values = _values_of(model)
+    return "auto_map" in values and values.get("model_type") not in CONFIG_MAPPING
+
+
+def _values_of(model: str) -> dict[str, Any]:
+    """Return the values of a local config.json; none if there is none that can be read, which others report."""
+    from ringspan.core.files.named import read_small
+
+    path = Path(model).expanduser()
+    try:
+        values = json.loads(read_small(path / "config.json" if path.is_dir() else path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _adapter(text: str) -> tuple[str, list[str]]:
+    """Return the folder of an adapter, or the setting of a training file for its rank."""
+    if not text or text.isdecimal():
+        return "", [f"adapter.rank={text}"] if text else []
+    if not Path(text).expanduser().is_dir():
+        raise ConfigError(
+            f"--adapter {text!r}: give the rank of a LoRA, such as 16, or the folder of an adapter"
+        )
+    require("an adapter", "peft")
+    return text, []
+
+
 def _prove(
-    named: tuple[str, str] | None, step: "AskedStep", dtype: str | None
+    named: tuple[str, str] | None, step: "AskedStep", dtype: str | None, folder: str
 ) -> "Proof":
     """Prove on this rank; the first one says what it is at."""
     import torch.distributed as dist
@@ -98,7 +152,7 @@ def _prove(
     from ringspan.proof.run import Asked, dtypes_named, prove_on
     from ringspan.torch.runtime.dtypes import dtype_named
     from ringspan.torch.runtime.mesh import init_mesh
-    from ringspan.train.adapter import lora_config
+    from ringspan.train.adapter import lora_config, read_adapter
     from ringspan.train.model import load_model_config
 
     settings = step.settings
@@ -114,7 +168,7 @@ def _prove(
         config=config,
         name=name,
         options=step.options,
-        adapter=lora_config(settings.adapter),
+        adapter=read_adapter(folder) if folder else lora_config(settings.adapter),
         dtypes=dtypes_named(dtype_named(dtype), parameters) if dtype else (),
         trained=trained,
         tree=settings.data.shared_prefix,
