@@ -24,8 +24,9 @@ from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
 from ringspan.proof.compare import Bounds
 from ringspan.proof.options import options_of_trial
+from ringspan.proof.own_weights import OwnWeights, refuse_too_large
 from ringspan.proof.packed import refuse_packing
-from ringspan.proof.small import plain_of, small_model
+from ringspan.proof.small import FEW_TOKENS, plain_of, small_model
 from ringspan.proof.steps import Outcome
 from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
@@ -71,6 +72,8 @@ class Proof:
     rows: list[Row] = field(default_factory=list[Row])
     smallest: dict[str, Any] | None = None
     """The fewest options with which it still differs; None if all is exact."""
+    weights: str = "random"
+    """A folder, or random ones."""
     seconds: float = 0.0
     not_tried: list[str] = field(default_factory=lambda: [*NOT_TRIED])
     versions: dict[str, str] = field(default_factory=dict[str, str])
@@ -98,6 +101,8 @@ class Asked:
     """Dtypes that layers compute in, each with that of the weights; those of the device if there are none."""
     trained: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
     """The same of the training, for devices that a proof tries it on."""
+    weights: str | None = None
+    """Folder with the weights for a model of full width; None for random ones of a small model."""
     tree: bool = False
     """Try a tree of rows with one beginning too."""
     not_tried: tuple[str, ...] = ()
@@ -116,7 +121,7 @@ class _Tried(NamedTuple):
 
 
 class _Alone:
-    """Outcomes of batches on one process, by plain transformers: each once, whatever ring it is compared with."""
+    """Outcomes of a batch on one process, by plain transformers: each once, whatever ring it is compared with."""
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Any, ...], tuple[Outcome, Bounds]] = {}
@@ -126,6 +131,8 @@ class _Alone:
         of_loss = [trial.options.get(name) for name in ("z_loss", "label_smoothing")]
         key = label, trial.dtype, *of_loss
         if key not in self._outcomes:
+            if any(other[0] != label for other in self._outcomes):
+                self._outcomes.clear()  # weights of full width take memory
             truth = steps.run_alone(trial, batch, torch.float64)
             bounds = compare.IN_FLOAT64
             if not trial.is_exact_dtype:
@@ -149,15 +156,26 @@ def prove_on(
     """
     started = time.perf_counter()
     versions = _versions(mesh)
-    small, layers, parameters, left_out = small_model(asked.config)
+    is_narrow = asked.weights is None
+    small, layers, parameters, left_out, kept = small_model(
+        asked.config, is_narrow=is_narrow
+    )
     options, untried = options_of_trial(asked.options)
-    packed = _packed(asked.config)
+    packed, weights = _packed(asked.config), None
+    dtypes = _dtypes_of(mesh, asked, packed is not None)
+    if asked.weights is not None:
+        weights = _own_weights(mesh, asked, kept, parameters)
     if packed is not None:
         refuse_packing(packed, asked.adapter)
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
     proof = Proof(
         asked.name, layers, parameters, sizes, _plain(options), versions=versions
     )
+    if asked.weights is not None:
+        proof.weights = asked.weights
+        proof.not_tried[0] = (
+            f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"
+        )
     if left_out:
         proof.not_tried.insert(0, f"{left_out} further kinds of layers")
     proof.not_tried += [*untried, *_untried_of(asked), *asked.not_tried]
@@ -168,9 +186,11 @@ def prove_on(
         vocabulary=vocabulary,
         tree=asked.tree,
     )
-    subject = Subject(config=small, adapter=asked.adapter, packed=packed)
+    subject = Subject(
+        config=small, adapter=asked.adapter, packed=packed, weights=weights
+    )
     alone, wrong = _Alone(), None
-    for dtype, stored in _dtypes_of(mesh, asked, packed is not None):
+    for dtype, stored in dtypes:
         trial = Trial(
             subject=subject,
             mesh=mesh,
@@ -312,6 +332,27 @@ def _dtypes_of(
     return plain + tuple(pair for pair in asked.trained if pair not in plain)
 
 
+def _own_weights(
+    mesh: DeviceMesh,
+    asked: Asked,
+    kept: tuple[int, ...],
+    numbers: int,
+) -> OwnWeights:
+    """Return a folder's weights for the layers ``kept``; ConfigError if they do not fit the hosts' memory."""
+    folder, option = str(asked.weights), f"weights={asked.weights!r}"
+    if type(asked.config) is not type(text_config(asked.config)):
+        raise UnsupportedError(
+            f"{option}: the names in the files are of a model that sees or hears; leave weights out"
+        )
+    # One process computes in float64 whatever the dtype, for the distance.
+    refuse_too_large(mesh, numbers, option)
+    if _packed(asked.config) is not None:
+        raise UnsupportedError(
+            f"{option}: its files are packed, and a proof packs random weights; leave weights out"
+        )
+    return OwnWeights(folder, asked.config, kept)
+
+
 def _packed(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return a config's quantisation as values, if its weights are packed."""
     found: Any = getattr(config, "quantization_config", None)
@@ -348,6 +389,7 @@ def prove(
     *,
     adapter: Any = None,
     dtype: torch.dtype | None = None,
+    weights: str | None = None,
     tree: bool = False,
     **options: Any,
 ) -> Proof:
@@ -361,6 +403,7 @@ def prove(
         mesh: as for ``parallelize``; a ring of all ranks if None.
         adapter: a config of PEFT, for an adapter that trains in place of the weights.
         dtype: that layers compute in, such as ``torch.bfloat16``; float64 on CPUs and float32 on other devices if None.
+        weights: a folder, whose own weights are tried: a layer of each kind in full width.
         tree: try a tree of rows with one beginning too (``shared_prefix``).
         options: of ``parallelize``.
 
@@ -387,6 +430,7 @@ def prove(
         options=options,
         adapter=adapter,
         dtypes=dtypes_named(dtype),
+        weights=weights,
         tree=tree,
         not_tried=tuple(not_tried),
     )

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
-from ringspan.proof.trial import has_own_code
+from ringspan.proof.own_code import has_own_code
 from ringspan.torch.model.layers.decoder import layers_of, text_config
 
 VOCABULARY: Final = 97
+FEW_TOKENS: Final = 1000
+"""Tokens of the vocabulary of a model in its full width."""
 MOST_LAYERS: Final = 8
 """Layers of a small model; kinds that come later are named as not tried."""
 MOST_PARAMETERS: Final = 30_000_000
@@ -69,15 +71,24 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 8),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
-    # Lengths, in relation to the tokens of a trial.
+}
+# Lengths, in relation to the tokens of a trial.
+_LENGTHS: Final[dict[str, int]] = {
     **dict.fromkeys(("sliding_window", "window_size"), 8),
     "attention_chunk_size": 9,
     "index_topk": 7,
     "original_max_position_embeddings": 32,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
-    "max_seq_len": 512,
     "floor_scale": 8,
 }
+# Lengths that tables of weights have.
+_TABLES: Final[dict[str, int]] = {
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
+    "max_seq_len": 512,
+}
+_NARROW: Final = _SIZES | _LENGTHS | _TABLES
+_WIDE: Final = _LENGTHS | dict.fromkeys(
+    ("vocab_size", "vocab_size_per_layer_input"), FEW_TOKENS
+)
 _CHOSEN: Final = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -104,10 +115,14 @@ class Small(NamedTuple):
     layers: int
     parameters: int
     kinds_left_out: int
+    kept: tuple[int, ...] = ()
+    """The places of its layers among the given ones."""
 
 
-def small_model(config: PreTrainedConfig) -> Small:
+def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones.
+
+    One that is not narrow has the given widths, experts and tables, for weights that are there.
 
     Raises:
         UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
@@ -123,7 +138,8 @@ def small_model(config: PreTrainedConfig) -> Small:
     for field in _ABOUT_FILES:
         values.pop(field, None)
     try:
-        small = type(text)(**_shrunk(values, len(kinds), _first_of_each(kinds)))
+        kept = _first_of_each(kinds)
+        small = type(text)(**_shrunk(values, len(kinds), kept, is_narrow=is_narrow))
         if has_own_code(text):
             small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
         model = _on_meta(small)
@@ -132,12 +148,13 @@ def small_model(config: PreTrainedConfig) -> Small:
             f"{name} cannot be made small: {one_line(error)}; use make models, which knows every type"
         ) from error
     count, there = model.num_parameters(), _kinds(model)
-    if count > MOST_PARAMETERS:
+    if count > MOST_PARAMETERS and is_narrow:
         raise UnsupportedError(
             f"{name} has {count:,} parameters when made small; use make models, which knows every type"
         )
     small._attn_implementation = plain_of(text._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
-    return Small(small, len(there), count, max(0, len({*kinds}) - len({*there})))
+    left_out = max(0, len({*kinds}) - len({*there}))
+    return Small(small, len(there), count, left_out, tuple(kept))
 
 
 def plain_of(implementation: str | None) -> str | None:
@@ -187,17 +204,21 @@ def _first_of_each(kinds: list[Any]) -> list[int]:
     return firsts
 
 
-def _shrunk(values: dict[str, Any], layers: int, kept: list[int]) -> dict[str, Any]:
-    """Return the fields of a config with ``layers`` layers, of which those in ``kept`` stay."""
+def _shrunk(
+    values: dict[str, Any], layers: int, kept: list[int], *, is_narrow: bool
+) -> dict[str, Any]:
+    """Return the fields of a config with ``layers`` layers that keeps the layers ``kept``."""
+    sizes = _NARROW if is_narrow else _WIDE
     small = {
-        name: _small_value(name, value, layers, kept) for name, value in values.items()
+        name: _small_value(name, value, layers, kept, sizes)
+        for name, value in values.items()
     }
     set_ones = {name: value for name, value in values.items() if value}
+    if is_narrow:
+        small |= _small_heads(set_ones) | _small_experts(set_ones)
     return (
         small
-        | _small_heads(set_ones)
-        | _small_experts(set_ones)
-        | _small_layers(set_ones, layers, kept)
+        | _small_layers(set_ones, layers, kept, sizes)
         | {name: number for name, number in _IDS.items() if name in values}
         | {name: False for name in _NO_LOSS if name in values}
     )
@@ -232,7 +253,7 @@ def _small_experts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_layers(
-    values: dict[str, Any], layers: int, kept: list[int]
+    values: dict[str, Any], layers: int, kept: list[int], sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return how many layers stay, how many of the dense first and the sharing last, and fields of single layers."""
     small: dict[str, Any] = {name: len(kept) for name in _LAYERS if name in values}
@@ -244,34 +265,42 @@ def _small_layers(
         small["num_kv_shared_layers"] = sum(place >= first for place in kept)
     if "per_layer_config" in values:
         small["per_layer_config"] = {
-            kept.index(int(place)): _small_value("", each, layers, kept)
+            kept.index(int(place)): _small_value("", each, layers, kept, sizes)
             for place, each in values["per_layer_config"].items()
             if int(place) in kept
         }
     return small
 
 
-def _small_value(name: str, value: Any, layers: int, kept: list[int]) -> Any:
+def _small_value(
+    name: str, value: Any, layers: int, kept: list[int], sizes: dict[str, int]
+) -> Any:
     """Return one field of a small config."""
     if isinstance(value, dict):
         return {
-            key: _small_value(str(key), each, layers, kept)
+            key: _small_value(str(key), each, layers, kept, sizes)
             for key, each in value.items()
         }
     if isinstance(value, list):
-        return _small_list(name, value, layers, kept)
+        return _small_list(name, value, layers, kept, is_narrow=sizes is _NARROW)
     if name.endswith(_DROPOUT) and isinstance(value, int | float):
         return type(value)(0)
     is_size = type(value) is int and value != 0
-    return _SIZES.get(name, value) if is_size else value
+    if name in _WIDE and sizes is _WIDE and is_size:
+        return min(value, _WIDE[name])
+    return sizes.get(name, value) if is_size else value
 
 
-def _small_list(name: str, value: list[Any], layers: int, kept: list[int]) -> list[Any]:
+def _small_list(
+    name: str, value: list[Any], layers: int, kept: list[int], *, is_narrow: bool
+) -> list[Any]:
     """Return a list of a small config: of the layers that stay, of their places, or of the factors of positions."""
     if len(value) == layers:
         return [value[place] for place in kept]
     if name.endswith(("_layers", "_layer_ids", "_indices")):
         return [kept.index(place) for place in value if place in kept]
-    if name.endswith("_factor") and value:  # one for each pair of a head's numbers
+    if (
+        is_narrow and name.endswith("_factor") and value
+    ):  # one for each pair of a head's numbers
         return value[:: max(1, len(value) // 8)][:8]
     return value

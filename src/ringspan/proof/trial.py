@@ -12,6 +12,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.proof.float64 import in_float64_of
+from ringspan.proof.own_code import has_own_code
+from ringspan.proof.own_weights import OwnWeights
 from ringspan.proof.packed import packed_copy, unpacked
 
 _NOISE: Final = 0.05
@@ -27,6 +29,8 @@ class Subject:
     """Config of PEFT; the adapter is all that trains then."""
     packed: dict[str, Any] | None = None
     """Quantisation config of weights that bitsandbytes packs."""
+    weights: OwnWeights | None = None
+    """The weights of a folder in place of random ones."""
 
     def make(self, dtype: torch.dtype, rounded: torch.dtype | None = None) -> Any:
         """Make the model with the same weights each time; with float64, it computes in float64 throughout.
@@ -34,6 +38,8 @@ class Subject:
         ``rounded``: a narrower dtype, whose numbers the weights are.
         """
         model = _plain(self.config)
+        if self.weights is not None:
+            self.weights.fill(model)
         if rounded is not None:
             model.to(rounded).float()
         if self.packed is not None:
@@ -91,11 +97,6 @@ def _plain(config: PreTrainedConfig) -> Any:
             is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
             parameter.copy_(noise + 1 if is_norm else noise)
     return model
-
-
-def has_own_code(config: PreTrainedConfig) -> bool:
-    """Return whether a config comes with Python files that make its model; it was read with leave to run them."""
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
 def _adapted(model: Any, adapter: Any, dtype: torch.dtype) -> Any:

@@ -79,10 +79,11 @@ def test_settings_and_options_arrive(monkeypatch, capsys, tmp_path):
         "--adapter", "8", "model.trust_remote_code=true", "optimizer.z_loss=1e-4",
         code=0,
     )  # fmt: skip
-    ((named, step, dtype, adapter),) = given
+    ((named, step, dtype, adapter, weights),) = given
     assert named is None and step.settings.model.path == str(folder)
     assert step.settings.adapter.rank == 8 and adapter == ""
     assert step.options == {"z_loss": 1e-4} and dtype == "bfloat16"
+    assert weights is None
 
 
 def test_packed_weights_of_a_config_go_to_the_proof(monkeypatch, capsys, tmp_path):

@@ -45,6 +45,13 @@ def command(
             show_default=False,
         ),
     ] = "",
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Try the folder's own weights, a layer of each kind in full width, in place of random ones.",
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +80,7 @@ def command(
             "nothing to prove: give --model, such as --model llama-3.1-8b, or a training file"
         )
     step.settings.adapter.require_extras()
+    own = _folder(model or str(step.settings.model.path)) if weights else None
     named = None
     if model and (step.settings.model.trust_remote_code or _has_own_code(model)):
         step = read_step([*typed, f"model.path={json.dumps(model)}"])
@@ -85,7 +93,7 @@ def command(
             from ringspan.train.model import load_model_config
 
             load_model_config(step.settings)
-        return named, step, dtype, folder
+        return named, step, dtype, folder, own
 
     proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
     if is_first:
@@ -130,6 +138,15 @@ def _values_of(model: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _folder(model: str) -> str:
+    """Return the folder or Hub id whose weights are tried."""
+    if "/" not in model and not Path(model).expanduser().is_dir():
+        raise ConfigError(
+            f"--weights: {model!r} is a config without weights; give --model a folder or a Hub id"
+        )
+    return model
+
+
 def _adapter(text: str) -> tuple[str, list[str]]:
     """Return the folder of an adapter, or the setting of a training file for its rank."""
     if not text or text.isdecimal():
@@ -143,7 +160,11 @@ def _adapter(text: str) -> tuple[str, list[str]]:
 
 
 def _prove(
-    named: tuple[str, str] | None, step: "AskedStep", dtype: str | None, folder: str
+    named: tuple[str, str] | None,
+    step: "AskedStep",
+    dtype: str | None,
+    folder: str,
+    own: str | None,
 ) -> "Proof":
     """Prove on this rank; the first one says what it is at."""
     import torch.distributed as dist
@@ -171,6 +192,7 @@ def _prove(
         adapter=read_adapter(folder) if folder else lora_config(settings.adapter),
         dtypes=dtypes_named(dtype_named(dtype), parameters) if dtype else (),
         trained=trained,
+        weights=own,
         tree=settings.data.shared_prefix,
         not_tried=step.not_tried,
     )
@@ -186,7 +208,8 @@ def _show(proof: "Proof", *, as_json: bool) -> None:
     out = console()
     sizes = " x ".join(f"{name} {size}" for name, size in proof.mesh.items())
     options = ", ".join(f"{name}={value}" for name, value in proof.options.items())
-    tried = f"{proof.layers} layers, {proof.parameters:,} parameters, random weights"
+    weights = "random weights" if proof.weights == "random" else "its own weights"
+    tried = f"{proof.layers} layers, {proof.parameters:,} parameters, {weights}"
     rows = [("tried", tried), ("mesh", sizes), ("options", options or "the defaults")]
     facts(out, proof.model, rows)
     shown = [
