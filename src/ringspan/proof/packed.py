@@ -44,14 +44,12 @@ def packed_copy(model: Any, packed: dict[str, Any], dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def unpacked(model: Any, packed: Any) -> Any:
     """Give a plain model the numbers that the packed weights of its copy stand for, and return it."""
-    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
 
     weights = dict(model.named_parameters())
     for path, _, name, weight in packed_weights(packed):
         if hasattr(weight, "quant_state"):
-            numbers = bitsandbytes.functional.dequantize_4bit(
-                weight.data, weight.quant_state
-            )
+            numbers = dequantize_4bit(weight.data, weight.quant_state)
         else:
             numbers = weight.data.float() * weight.SCB[:, None] / 127
         weights[f"{path}.{name}"].copy_(numbers)
