@@ -32,6 +32,7 @@ from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.runtime.mesh import init_mesh
 
 GENERATION: Final = "generation"
@@ -363,7 +364,8 @@ def _untried_of(asked: Asked) -> Iterator[str]:
     """Yield switches of a model that its small one does not have."""
     text = text_config(asked.config)
     implementation = text._attn_implementation
-    if implementation != plain_of(implementation):
+    is_ring = implementation is not None and implementation.startswith("ringspan")
+    if implementation != plain_of(implementation) and not is_ring:
         yield f"attn_implementation={implementation} (one process computes with eager)"
     if getattr(text, "output_router_logits", False):
         yield "output_router_logits=True (the routers' auxiliary loss)"
@@ -411,30 +413,40 @@ def prove(
         UnsupportedError, ConfigError, LayoutError: on every rank, a model or options that ``parallelize`` refuses.
         PeerMismatch: ranks with other releases of what computes.
     """
-    not_tried = list[str]()
-    if isinstance(model, PreTrainedConfig):
-        config = model
-    else:
-        base = base_of(model)
-        config = base.config
-        if is_peft(model) and adapter is None:
-            adapter = next(iter(model.peft_config.values()))
-        head = type(base).__name__
-        if not head.endswith(
-            ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-        ):
-            not_tried.append(f"the head of {head}: a trial has a language model's")
-    asked = Asked(
-        config=config,
-        name=type(model).__name__,
+    asked = asked_of(
+        model,
         options=options,
         adapter=adapter,
         dtypes=dtypes_named(dtype),
         weights=weights,
         tree=tree,
-        not_tried=tuple(not_tried),
     )
     return prove_on(init_mesh() if mesh is None else mesh, asked)
+
+
+def asked_of(
+    model: nn.Module | PreTrainedConfig, *, adapter: Any = None, **others: Any
+) -> Asked:
+    """Return the question of a model or a config: its adapter's config too, and its head, which a trial lacks."""
+    name, not_tried = type(model).__name__, list[str]()
+    if isinstance(model, PreTrainedConfig):
+        config = model
+    else:
+        base = base_of(model)
+        config, name = base.config, class_name(base)
+        if is_peft(model) and adapter is None:
+            adapter = next(iter(model.peft_config.values()))
+        if not name.endswith(
+            ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        ):
+            not_tried.append(f"the head of {name}: a trial has a language model's")
+    return Asked(
+        config=config,
+        name=name,
+        adapter=adapter,
+        not_tried=tuple(not_tried),
+        **others,
+    )
 
 
 def dtypes_named(

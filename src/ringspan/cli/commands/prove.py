@@ -1,6 +1,7 @@
 """``ringspan prove``: exactness of a model with the options of a step, tried here."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -97,9 +98,29 @@ def command(
 
     proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
     if is_first:
-        _show(proof, as_json=as_json)
+        if as_json:
+            print(json.dumps(proof.as_json()))
+        else:
+            show_proof(proof)
     if not proof.is_exact:
         raise typer.Exit(1)
+
+
+def proof_of(model: str, ranks: int | None) -> "Callable[[], Proof]":
+    """Return a call that proves a model with the default options on local ranks; ConfigError if there is no model."""
+    from ringspan.measure.machine import default_ranks
+    from ringspan.train.config.step import read_step
+
+    named, step = _config_of(model), read_step([])
+    nproc = default_ranks() if ranks is None else ranks
+
+    def given() -> tuple[Any, ...]:
+        return named, step, None, "", None
+
+    def prove() -> "Proof":
+        return on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))[0]
+
+    return prove
 
 
 def _check_dtype(dtype: str | None) -> None:
@@ -200,11 +221,8 @@ def _prove(
     return prove_on(init_mesh(**step.sizes), asked, doing)
 
 
-def _show(proof: "Proof", *, as_json: bool) -> None:
+def show_proof(proof: "Proof") -> None:
     """Print what was tried, a row for each batch, the place of a difference, and what was not tried."""
-    if as_json:
-        print(json.dumps(proof.as_json()))
-        return
     out = console()
     sizes = " x ".join(f"{name} {size}" for name, size in proof.mesh.items())
     options = ", ".join(f"{name}={value}" for name, value in proof.options.items())
