@@ -219,7 +219,7 @@ def refused(mesh: Any, kind: str, options: dict[str, Any]) -> str:
     [
         ("llama", {"route": "pass-q", "comm_dtype": "int8"}, "use 'exact'"),
         ("deepseek_v32", {"folds": 2}, "use folds=1"),
-        ("qwen2_5_vl", {}, "models that see or hear are not proven yet"),
+        ("glm4v", {}, "models that see or hear are not proven yet"),
     ],
 )
 def test_what_a_ring_refuses_a_proof_refuses(pool, kind, options, said):

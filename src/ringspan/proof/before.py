@@ -36,7 +36,9 @@ def prove_before(
     with torch.random.fork_rng(devices):
         proof = prove_on(mesh, asked)
     if not proof.is_exact:
-        raise RingspanError(_difference(proof))
+        raise RingspanError(
+            f"{_difference(proof)}; run ringspan prove --json and open an issue, or leave prove=True out"
+        )
     if dist.get_rank() == 0:
         worst = max((row.error or 0.0 for row in proof.rows), default=0.0)
         _log.warning(
@@ -56,5 +58,5 @@ def _difference(proof: Proof) -> str:
     )
     return (
         f"prove=True: {proof.model} differs from one process: {wrong.batch}, first at {wrong.place or wrong.of}, with "
-        f"{needed or 'the default options'}; run ringspan prove --json and open an issue, or leave prove=True out"
+        f"{needed or 'the default options'}"
     )

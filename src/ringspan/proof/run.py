@@ -26,6 +26,12 @@ from ringspan.proof.compare import Bounds
 from ringspan.proof.options import options_of_trial
 from ringspan.proof.own_weights import OwnWeights, refuse_too_large
 from ringspan.proof.packed import refuse_packing
+from ringspan.proof.seeing import (
+    IMAGES,
+    SEEING_VOCABULARY,
+    batch_with_images,
+    sees,
+)
 from ringspan.proof.small import FEW_TOKENS, plain_of, small_model
 from ringspan.proof.steps import Outcome
 from ringspan.proof.trial import Subject, Trial
@@ -180,13 +186,16 @@ def prove_on(
     if left_out:
         proof.not_tried.insert(0, f"{left_out} further kinds of layers")
     proof.not_tried += [*untried, *_untried_of(asked), *asked.not_tried]
-    vocabulary = text_config(small).vocab_size
+    vocabulary = SEEING_VOCABULARY if sees(small) else text_config(small).vocab_size
     given = batches(
         mesh["ring"].size(),
         options.get("folds", 1),
         vocabulary=vocabulary,
         tree=asked.tree,
     )
+    if sees(small):
+        length = given["one sequence"].inputs["input_ids"].shape[1]
+        given[IMAGES] = batch_with_images(small, length)
     subject = Subject(
         config=small, adapter=asked.adapter, packed=packed, weights=weights
     )

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
 from ringspan.proof.own_code import has_own_code
-from ringspan.torch.model.layers.decoder import layers_of, text_config
+from ringspan.proof.seeing import TOWERS, language_layers, sees, small_around
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.weights.loading import auto_class
 
 VOCABULARY: Final = 97
 FEW_TOKENS: Final = 1000
@@ -128,12 +130,18 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
         UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
     """
     text = text_config(config)
-    name = type(text).__name__
-    if type(text) not in AutoModelForCausalLM._model_mapping and not has_own_code(text):
+    name = type(config).__name__
+    if sees(config) and (config.model_type not in TOWERS or not is_narrow):
+        known = ", ".join(sorted(TOWERS))
         raise UnsupportedError(
-            f"{type(config).__name__}: models that see or hear are not proven yet; give the config of a language model"
+            f"{name}: models that see or hear are not proven yet, but for {known} with random weights; give the config "
+            "of a language model"
         )
-    kinds = _kinds(_on_meta(text))
+    if not sees(config) and not _writes(text):
+        raise UnsupportedError(
+            f"{name}: transformers has no causal language model of it; use make models, which knows every type"
+        )
+    kinds = _kinds(_on_meta(config))
     values = text.to_dict()
     for field in _ABOUT_FILES:
         values.pop(field, None)
@@ -142,6 +150,8 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
         small = type(text)(**_shrunk(values, len(kinds), kept, is_narrow=is_narrow))
         if has_own_code(text):
             small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
+        if sees(config):
+            small = small_around(config, small)
         model = _on_meta(small)
     except Exception as error:  # each type of model checks its sizes in its own way
         raise UnsupportedError(
@@ -157,13 +167,18 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     return Small(small, len(there), count, left_out, tuple(kept))
 
 
+def _writes(config: PreTrainedConfig) -> bool:
+    """Return whether there is a causal language model of a config."""
+    return type(config) in AutoModelForCausalLM._model_mapping or has_own_code(config)
+
+
 def plain_of(implementation: str | None) -> str | None:
     """Return an attention implementation if transformers computes it on any device in any dtype, else "eager"."""
     return implementation if implementation in (None, "eager", "sdpa") else "eager"
 
 
 def _kinds(model: Any) -> list[tuple[Any, ...]]:
-    return [_kind_of(layer) for layer in layers_of(model).values()]
+    return [_kind_of(layer) for layer in language_layers(model).values()]
 
 
 def _on_meta(config: PreTrainedConfig) -> Any:
@@ -171,7 +186,7 @@ def _on_meta(config: PreTrainedConfig) -> Any:
     config = copy.deepcopy(config)
     config._attn_implementation = plain_of(config._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        return auto_class(config, sees=sees(config)).from_config(
             config, trust_remote_code=has_own_code(config)
         )
 

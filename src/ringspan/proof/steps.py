@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringspan.proof.batches import Batch, random_tokens
+from ringspan.proof.seeing import language_layers
 from ringspan.proof.trial import Trial, computing_in
 from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.layers.decoder import layers_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.parallelize import parallelize
@@ -41,11 +41,11 @@ def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> O
     In the trial's dtype, or with the same numbers and all code in a wider one.
     """
     model, found = trial.make(dtype), Outcome()
-    call = _caller(model, trial, dtype)
+    call, reads = _caller(model, trial, dtype), dtype or trial.dtype
     count = sum(int((part != IGNORED).sum()) for part in _targets(batch))
 
     def loss() -> Tensor:
-        pairs = zip(_logits(call, batch), _targets(batch), strict=True)
+        pairs = zip(_logits(call, batch, reads), _targets(batch), strict=True)
         total = sum(_loss_of(logits, wanted, trial.options) for logits, wanted in pairs)
         return total / count  # pyright: ignore[reportReturnType]
 
@@ -53,7 +53,7 @@ def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> O
     if not batch.is_tree:
         model.eval()
         with torch.no_grad():
-            found.logits = _joined(_logits(call, batch), batch)
+            found.logits = _joined(_logits(call, batch, reads), batch)
     return found
 
 
@@ -64,11 +64,14 @@ def _caller(model: Any, trial: Trial, dtype: torch.dtype | None) -> Callable[...
     return computing_in(model, trial.dtype)
 
 
-def _logits(call: Callable[..., Any], batch: Batch) -> Iterator[Tensor]:
+def _logits(
+    call: Callable[..., Any], batch: Batch, dtype: torch.dtype
+) -> Iterator[Tensor]:
     """Yield the logits (1, T, V) of each part of a batch."""
     for row, places in batch.parts:
         ids = batch.inputs["input_ids"][row : row + 1, list(places)]
-        yield call(input_ids=ids, use_cache=False, **batch.seen).logits
+        seen = _floats_in(batch.seen, dtype)
+        yield call(input_ids=ids, use_cache=False, **seen).logits
 
 
 def _targets(batch: Batch) -> Iterator[Tensor]:
@@ -125,11 +128,15 @@ def _local(trial: Trial, batch: Batch) -> dict[str, Any]:
     how = {name: trial.options[name] for name in _SPLIT if name in trial.options}
     if batch.is_tree:
         how["prefix_loss"] = "each"  # as often as in rows of their own
-    inputs = {
-        name: x.to(trial.parameters) if x.is_floating_point() else x
-        for name, x in batch.inputs.items()
-    }
+    inputs = _floats_in(batch.inputs, trial.parameters)
     return shard_batch(inputs, trial.mesh, **how)
+
+
+def _floats_in(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return inputs, with the numbers of images in a dtype."""
+    return {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()
+    }
 
 
 def _everywhere(
@@ -191,7 +198,8 @@ def layers_alone(
     for row, places in batch.parts:
         ids = batch.inputs["input_ids"][row : row + 1, list(places)]
         with torch.no_grad(), _watching(model) as found:
-            call(input_ids=ids, use_cache=False, **batch.seen)
+            seen_ones = _floats_in(batch.seen, dtype or trial.dtype)
+            call(input_ids=ids, use_cache=False, **seen_ones)
         seen.append(found)
     return {
         name: _joined((found[name] for found in seen), batch)
@@ -225,7 +233,7 @@ def _watching(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     handles = [
         part.register_forward_hook(noting(f"{path}.{name}".rstrip(".")))
-        for path, layer in layers_of(base_of(model)).items()
+        for path, layer in language_layers(base_of(model)).items()
         for name, part in [*layer.named_children(), ("", layer)]
     ]
     try:

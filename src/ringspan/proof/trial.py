@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ringspan.proof.float64 import in_float64_of
 from ringspan.proof.own_code import has_own_code
 from ringspan.proof.own_weights import OwnWeights
 from ringspan.proof.packed import packed_copy, unpacked
+from ringspan.proof.seeing import sees
+from ringspan.torch.model.weights.loading import auto_class
 
 _NOISE: Final = 0.05
 """Deviation of random weights."""
@@ -86,7 +88,7 @@ class Trial:
 def _plain(config: PreTrainedConfig) -> Any:
     """Make a model of transformers with the same random weights each time, in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = auto_class(config, sees=sees(config)).from_config(
         config, dtype=torch.float32, trust_remote_code=has_own_code(config)
     )
     random = torch.Generator().manual_seed(3)

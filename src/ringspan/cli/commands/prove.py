@@ -107,7 +107,7 @@ def command(
 
 
 def proof_of(model: str, ranks: int | None) -> "Callable[[], Proof]":
-    """Return a call that proves a model with the default options on local ranks; ConfigError if there is no model."""
+    """Return a call that proves a model with the default options on local ranks; ConfigError for an unknown model."""
     from ringspan.measure.machine import default_ranks
     from ringspan.train.config.step import read_step
 
