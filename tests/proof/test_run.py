@@ -133,6 +133,8 @@ def test_a_planted_fault_is_found_and_placed(pool, kind, plant, place):
     for proof in pool.run(proven, 2, kind, options, plant):
         wrong = next(row for row in proof.rows if not row.is_exact)
         assert wrong.place.startswith(place), wrong
+        is_output = place.startswith("the output")
+        assert bool(wrong.tokens) == is_output == any(wrong.wrong)
         assert proof.smallest == {}, "no option is to blame"
 
 

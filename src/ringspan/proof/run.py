@@ -61,6 +61,10 @@ class Row:
     dtype: str = "float64"
     place: str = ""
     refused: str = ""
+    tokens: int = 0
+    """Tokens of a row of the batch, if the wrong positions are known."""
+    wrong: list[list[int]] = field(default_factory=list[list[int]])
+    """Positions that are wrong at the place, a list for each row of the batch."""
 
     @property
     def is_exact(self) -> bool:
@@ -225,7 +229,7 @@ def prove_on(
     if wrong is not None:
         doing("looking for the place")
         proof.smallest = _plain(_fewest(wrong, alone))
-        wrong.row.place = _place(wrong)
+        _find_place(wrong)
     proof.seconds = time.perf_counter() - started
     return proof
 
@@ -286,19 +290,24 @@ def _fewest(wrong: _Tried, alone: _Alone) -> dict[str, Any]:
     return left
 
 
-def _place(wrong: _Tried) -> str:
-    """Name the first layer's output beyond the bound, or the first gradient if all outputs are right."""
+def _find_place(wrong: _Tried) -> None:
+    """Note in the row the first layer's output beyond the bound, or the first gradient if all outputs are right."""
     trial, batch = wrong.trial, wrong.batch
     place: compare.Place | None = None
     if trial.options.get("folds", 1) == 1 and not batch.is_tree:
-        found = steps.layers_on_ring(trial, batch)
+        ring = steps.layers_on_ring(trial, batch)
         truth = steps.layers_alone(trial, batch, torch.float64)
         one = None if trial.is_exact_dtype else steps.layers_alone(trial, batch)
-        place = compare.first_place(found, truth, batch, one, trial.dtype)
+        place = compare.first_place(ring, truth, batch, one, trial.dtype)
     if place is None:
         place = compare.first_gradient(wrong.found, wrong.truth, wrong.bounds)
-    said = gather_over(trial.mesh, "" if place is None else str(place))
-    return next(filter(None, said), "")
+    found: Any = next(filter(None, gather_over(trial.mesh, place)), None)
+    if found is None:
+        return
+    wrong.row.place = str(found)
+    if found.wrong:
+        wrong.row.wrong = [[*row] for row in found.wrong]
+        wrong.row.tokens = batch.inputs["input_ids"].shape[1]
 
 
 def _versions(mesh: DeviceMesh) -> dict[str, str]:

@@ -14,8 +14,10 @@ IMAGES: Final = "images"
 IMAGE_TOKEN: Final = 95
 SEEING_VOCABULARY: Final = 90
 """Tokens of text of a small model that sees; those after them stand for images and videos."""
-_WIDTH: Final = 64  # of a small language model
-_TOKENS: Final = 4  # of an image
+_WIDTH: Final = 64
+"""Width of a small language model."""
+_TOKENS: Final = 4
+"""Tokens of an image."""
 _LAYERS: Final = {"hidden_size": 16, "intermediate_size": 24}
 _CLIP: Final = _LAYERS | {"num_hidden_layers": 2, "num_attention_heads": 2}
 _QWEN: Final = {"depth": 2, "num_heads": 2, "patch_size": 4}
@@ -78,7 +80,7 @@ def sees(config: PreTrainedConfig) -> bool:
 
 
 def language_layers(model: Any) -> dict[str, nn.Module]:
-    """Return the layers of a model's decoder by their paths in the model, without those of towers."""
+    """Return the layers of a model's decoder by their paths in the model, without the towers'."""
     own = {*decoder_of(model).modules()}
     return {path: layer for path, layer in layers_of(model).items() if layer in own}
 

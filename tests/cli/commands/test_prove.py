@@ -51,6 +51,17 @@ def test_people_see_the_place_and_the_exit_code_says_so(monkeypatch, capsys):
         assert expected in out
 
 
+def test_a_page_is_written_only_where_it_is_asked_for(monkeypatch, capsys, tmp_path):
+    proof = proof_of(Row("one sequence", 1e-12, "the loss"))
+    place = "ringspan.cli.commands.prove.on_ranks"
+    monkeypatch.setattr(place, lambda *_, **__: (proof, True))
+    arguments = "prove", "--model", "llama-3.1-8b"
+    printed(monkeypatch, capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+    printed(monkeypatch, capsys, *arguments, "--report", tmp_path)
+    assert "one sequence" in (tmp_path / "proof.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("error", "exact"), [(1e-12, True), (1e-3, False)])
 def test_what_is_refused_is_no_difference(error, exact):
     proof = proof_of(Row("one", error), Row("two", refused="not this"))

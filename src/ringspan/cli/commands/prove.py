@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ringspan.cli.checks import AsJson, LocalRanks, on_ranks
+from ringspan.cli.checks import AsJson, LocalRanks, check_folder, on_ranks
 from ringspan.cli.console import console, facts, paragraph, say, silent, table
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
@@ -60,6 +60,13 @@ def command(
             "float32 and the training file's."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for a page of the proof, proof.html, with a picture of the positions if it differs.",
+            show_default=False,
+        ),
+    ] = None,
     ranks: LocalRanks = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,6 +80,8 @@ def command(
     from ringspan.train.config.step import read_step
 
     _check_dtype(dtype)
+    if report is not None:
+        check_folder("--report", report)
     folder, given_rank = _adapter(adapter)
     typed = [*(settings or []), *given_rank]
     step = read_step(typed)
@@ -102,8 +111,19 @@ def command(
             print(json.dumps(proof.as_json()))
         else:
             show_proof(proof)
+        if report is not None:
+            _write_page(report, proof)
     if not proof.is_exact:
         raise typer.Exit(1)
+
+
+def _write_page(folder: Path, proof: "Proof") -> None:
+    from ringspan.report.page import write_whole
+    from ringspan.report.proof_page import proof_page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "proof.html", proof_page(proof))
+    say(f"page: {folder / 'proof.html'}")
 
 
 def proof_of(model: str, ranks: int | None) -> "Callable[[], Proof]":
