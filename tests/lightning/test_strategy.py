@@ -25,7 +25,8 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch.utils.data import DataLoader
 
 import ringspan as rs
-from ringspan.lightning import RingStrategy
+from ringspan.lightning import RingStrategy, strategy
+from ringspan.proof.before import prove_before
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
@@ -188,6 +189,26 @@ def test_a_fit_equals_one_process(pool, expected):
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-5)
         for name, weight in expected["weights"].items():
             assert relative(found["weights"][name], weight) < 1e-5, name
+
+
+def proven_fit(mesh: Any) -> tuple[Any, list[str]]:
+    """A fit that is proven first, and the models that were."""
+    proven: list[str] = []
+
+    def noted(*args: Any) -> Any:
+        proof = prove_before(*args)
+        proven.append(f"{proof.model} {proof.is_exact} {proof.options}")
+        return proof
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "prove_before", noted)
+        return ring_fit(mesh, {"ring": 4, "prove": True}, 4), proven
+
+
+def test_a_fit_is_proven_once_before_its_first_step(pool, expected):
+    for found, proven in pool.run(proven_fit, 4):
+        assert proven == ["LlamaForCausalLM True {}"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
 def test_a_loader_of_the_ring_is_taken_as_it_is(pool, expected):

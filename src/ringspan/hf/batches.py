@@ -32,6 +32,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.hf.config import RingConfig
 from ringspan.hf.refusals import refuse_loss_options
 from ringspan.hf.routes import routed
+from ringspan.proof.before import prove_before
 from ringspan.torch.data.padding import IGNORED, real_tokens, refuse_targets_of_padding
 from ringspan.torch.data.targets import Targets
 from ringspan.torch.generate.cache.cache import RingCache
@@ -173,7 +174,11 @@ def takes_whole_batches(
     """
     base: Any = base_of(model)
     fused, plain = take_fused_forward(base), type(base).forward
-    if not _is(base, RingCausalLM):
+    is_on_ring = _is(base, RingCausalLM)
+    if config.prove:
+        step = base.ring_step if is_on_ring else config.step
+        prove_before(model, mesh, step, tree=config.shared_prefix)
+    if not is_on_ring:
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
         # The random state is kept, so that later draws equal one process's.
         with torch.random.fork_rng(devices):

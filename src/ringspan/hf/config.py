@@ -34,6 +34,8 @@ class RingConfig(StepConfig):
         replay_routes: let mixtures of experts train on the routes that tokens took when they were written: the routes
             that the vLLM server returns (``rollout``), or that the pass for the old log-probabilities chose (``old``).
             Experts' weights come from the live scores.
+        prove: before the first step, prove a small model like this one exact with these options (``ringspan.prove``);
+            rank 0 logs the verdict and its seconds, and a difference raises.
 
     Raises:
         ConfigError: an unknown ``balance`` or ``replay_routes``; ``vllm_adapter_only`` without a folder;
@@ -51,6 +53,7 @@ class RingConfig(StepConfig):
     vllm_weights_folder: str | None = None
     vllm_adapter_only: bool = False
     replay_routes: ReplayName | None = None
+    prove: bool = False
 
     def __post_init__(self) -> None:
         if self.balance not in get_args(BalanceName):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.proof.before import prove_before
 from ringspan.torch.model.consistency.calls import (
     Call,
     check_call,
@@ -113,6 +114,8 @@ class RingStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: each rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: the devices' when None.
         timeout: of the process group.
+        prove: before the first step, prove a small model like the module's exact with its options (``ringspan.prove``);
+            rank 0 logs the verdict and its seconds, and a difference raises.
 
     Raises:
         ConfigError: sizes that do not multiply to the number of devices, when the trainer starts.
@@ -128,6 +131,7 @@ class RingStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        prove: bool = False,
     ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -137,6 +141,7 @@ class RingStrategy(ModelParallelStrategy):
         self._sizes = ring, replicate, tp
         self._ring_mesh: DeviceMesh | None = None
         self._dealing: Dealing | None = None
+        self._is_to_prove = prove
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -192,6 +197,10 @@ class RingStrategy(ModelParallelStrategy):
                 "RingStrategy: there is no model on the ring in this module; put it there in configure_model: "
                 "self.model = rs.parallelize(model, self.device_mesh)"
             )
+        if self._is_to_prove and trainer.state.fn == TrainerFn.FITTING:
+            self._is_to_prove = False
+            for model in self._on_ring():
+                prove_before(model, self.device_mesh, model.ring_step)
 
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, AgreedStop) for callback in callbacks):

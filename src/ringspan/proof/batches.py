@@ -1,21 +1,26 @@
 """Batches that a proof tries, whole, and as rows that a plain model computes one by one."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringspan.proof.small import VOCABULARY
 from ringspan.torch.data.padding import IGNORED
 
 _FIRST_TOKEN: Final = 3  # after those that begin, end and pad
+_OF_TOKENS: Final = frozenset(
+    {"input_ids", "labels", "attention_mask", "position_ids"}
+    | {"segment_lengths", "segment_parents"}
+)
+TREE: Final = "a tree of rows with one beginning"
 
 
 class Batch(NamedTuple):
-    """A batch of rows: ``inputs`` for ``shard_batch``, and the parts (row, start, stop) that see nothing else."""
+    """A batch of rows: ``inputs`` for ``shard_batch``, and its parts, each a row and the places that see each other."""
 
     inputs: dict[str, Tensor]
-    parts: tuple[tuple[int, int, int], ...]
+    parts: tuple[tuple[int, Sequence[int]], ...]
 
     @property
     def real(self) -> Tensor:
@@ -25,56 +30,90 @@ class Batch(NamedTuple):
             torch.ones_like(self.inputs["input_ids"]) > 0 if mask is None else mask > 0
         )
 
+    @property
+    def is_tree(self) -> bool:
+        return "segment_parents" in self.inputs
 
-def batches(ranks: int, folds: int = 1) -> dict[str, Batch]:
+    @property
+    def seen(self) -> dict[str, Tensor]:
+        """Return images and what belongs to them, of a batch with one part."""
+        return {
+            name: value for name, value in self.inputs.items() if name not in _OF_TOKENS
+        }
+
+
+def batches(
+    ranks: int, folds: int = 1, *, vocabulary: int, tree: bool = False
+) -> dict[str, Batch]:
     """Return the batches of a proof by their names, for rings of ``ranks``; their tokens do not divide by the ranks."""
     length = 24 * ranks * folds + 5
-    return {
-        "one sequence": _one(length),
-        "packed documents": _packed(length),
-        "padding on both sides": _padded(length),
-        "labels masked at the start": _masked(length),
-        "a rank without targets": _early(length, ranks),
+    found = {
+        "one sequence": _one(length, vocabulary),
+        "packed documents": _packed(length, vocabulary),
+        "padding on both sides": _padded(length, vocabulary),
+        "labels masked at the start": _masked(length, vocabulary),
+        "a rank without targets": _early(length, vocabulary, ranks),
     }
+    return found | ({TREE: _tree(length, vocabulary)} if tree else {})
 
 
-def _tokens(rows: int, length: int, seed: int) -> Tensor:
+def random_tokens(rows: int, length: int, vocabulary: int, seed: int) -> Tensor:
+    """Return tokens (rows, length), the same each time, without those that begin, end and pad."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(_FIRST_TOKEN, VOCABULARY, (rows, length), generator=random)
+    return torch.randint(_FIRST_TOKEN, vocabulary, (rows, length), generator=random)
 
 
-def _one(length: int) -> Batch:
-    ids = _tokens(1, length, 1)
-    return Batch({"input_ids": ids, "labels": ids.clone()}, ((0, 0, length),))
+def _one(length: int, vocabulary: int) -> Batch:
+    ids = random_tokens(1, length, vocabulary, 1)
+    return Batch({"input_ids": ids, "labels": ids.clone()}, ((0, range(length)),))
 
 
-def _packed(length: int) -> Batch:
-    ids, cut = _tokens(1, length, 2), length // 3
+def _packed(length: int, vocabulary: int) -> Batch:
+    ids, cut = random_tokens(1, length, vocabulary, 2), length // 3
     positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])
     labels = ids.clone()
     labels[0, cut] = IGNORED  # the document before would predict it
     inputs = {"input_ids": ids, "labels": labels, "position_ids": positions[None]}
-    return Batch(inputs, ((0, 0, cut), (0, cut, length)))
+    return Batch(inputs, ((0, range(cut)), (0, range(cut, length))))
 
 
-def _padded(length: int) -> Batch:
-    ids, before, after = _tokens(2, length, 3), 6, 4
+def _padded(length: int, vocabulary: int) -> Batch:
+    ids, before, after = random_tokens(2, length, vocabulary, 3), 6, 4
     mask = torch.ones_like(ids)
     mask[0, :before], mask[1, -after:] = 0, 0
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[0, before] = IGNORED  # padding would predict it
     inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    return Batch(inputs, ((0, before, length), (1, 0, length - after)))
+    return Batch(inputs, ((0, range(before, length)), (1, range(length - after))))
 
 
-def _masked(length: int) -> Batch:
-    batch = _one(length)
+def _masked(length: int, vocabulary: int) -> Batch:
+    batch = _one(length, vocabulary)
     batch.inputs["labels"][:, : length // 2] = IGNORED
     return batch
 
 
-def _early(length: int, ranks: int) -> Batch:
+def _early(length: int, vocabulary: int, ranks: int) -> Batch:
     """Targets among the first tokens, so that most ranks of any layout of spans have none."""
-    batch = _one(length)
+    batch = _one(length, vocabulary)
     batch.inputs["labels"][:, max(2, length // (4 * ranks)) :] = IGNORED
     return batch
+
+
+def _tree(length: int, vocabulary: int) -> Batch:
+    """Return a tree: a third begins it, two branches come after it, and two more after the second of these."""
+    ids = random_tokens(1, length, vocabulary, 7)
+    cuts = [length // 3, length // 5, length // 6, length // 7]
+    lengths = torch.tensor([*cuts, length - sum(cuts)])
+    parents = torch.tensor([-1, 0, 0, 2, 2])
+    starts = [0, *lengths.cumsum(0).tolist()]
+    segments = [range(*starts[at : at + 2]) for at in range(len(lengths))]
+    inputs = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "segment_lengths": lengths,
+        "segment_parents": parents,
+    }
+    branches = ((0, 1), (0, 2, 3), (0, 2, 4))
+    paths = [[p for s in branch for p in segments[s]] for branch in branches]
+    return Batch(inputs, tuple((0, path) for path in paths))

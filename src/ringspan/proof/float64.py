@@ -1,21 +1,30 @@
 """Models of transformers that compute in float64 all through: their own code says float32 in many places."""
 
+import builtins
 import re
 import sys
 import types
 from functools import lru_cache
-from typing import Any
+from types import FunctionType
+from typing import Any, Final
 
 from transformers import AutoModel
 
+_OF_MODELS: Final = ("transformers.models.", "transformers_modules.")
+_AUTO: Final = "transformers.models.auto."
 
-@lru_cache
+
 def in_float64(kind: type) -> dict[str, Any]:
     """Return what the module of a class has, made again from its source with float64 wherever that says float32.
 
-    An index chooses the first of equal scores.
+    An index chooses the first of equal scores. Modules of models that it takes classes from are made again too.
     """
-    module = sys.modules[kind.__module__]
+    return _wide(kind.__module__)
+
+
+@lru_cache
+def _wide(name: str) -> dict[str, Any]:
+    module = sys.modules[name]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()
     source = re.sub(
@@ -28,10 +37,37 @@ def in_float64(kind: type) -> dict[str, Any]:
     source = re.sub(r"(\w*scores)\.topk\((.+), dim=(-?\d)\)\.indices", ordered, source)
     copy = types.ModuleType(module.__name__)
     copy.__package__, copy.__file__ = module.__package__, module.__file__
+    vars(copy)["__builtins__"] = vars(builtins) | {"__import__": _import}
     # The file is the one that Python has imported already.
     exec(compile(source, str(module.__file__), "exec"), vars(copy))  # noqa: S102
     vars(copy)["AutoModel"] = _Auto
     return vars(copy)
+
+
+def _import(
+    name: str,
+    globals: Any = None,
+    locals: Any = None,
+    names: tuple[str, ...] = (),
+    level: int = 0,
+) -> Any:
+    """Import like Python, but what other models' modules define from the copies that compute in float64."""
+    found = builtins.__import__(name, globals, locals, names, level)
+    wide = {each: _widened(getattr(found, each, None), each) for each in names or ()}
+    wide = {each: value for each, value in wide.items() if value is not None}
+    if not wide:
+        return found
+    plain = {each: getattr(found, each) for each in names if each not in wide}
+    return types.SimpleNamespace(**wide, **plain)
+
+
+def _widened(value: Any, name: str) -> Any:
+    """Return the float64 copy of a class or function of a model's module; other values have no copy."""
+    path = getattr(value, "__module__", None) or ""
+    is_model = path.rpartition(".")[2].startswith("modeling_")
+    if not (is_model and path.startswith(_OF_MODELS)) or path.startswith(_AUTO):
+        return None
+    return _wide(path).get(name) if isinstance(value, type | FunctionType) else None
 
 
 class _Auto:

@@ -1,29 +1,52 @@
 """A proof: a small model like the given one, trained with some options on ranks and on one process."""
 
-import json
+import platform
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, Final, NamedTuple
 
+import torch
+import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from ringspan.core.errors import RingspanError, UnsupportedError
+from ringspan.core.errors import (
+    ConfigError,
+    PeerMismatch,
+    RingspanError,
+    UnsupportedError,
+)
 from ringspan.core.messages.lines import one_line
-from ringspan.plan.model.reader import config_of
 from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
-from ringspan.proof.small import small_model
+from ringspan.proof.compare import Bounds
+from ringspan.proof.options import options_of_trial
+from ringspan.proof.own_weights import OwnWeights, refuse_too_large
+from ringspan.proof.packed import refuse_packing
+from ringspan.proof.seeing import (
+    IMAGES,
+    SEEING_VOCABULARY,
+    batch_with_images,
+    sees,
+)
+from ringspan.proof.small import FEW_TOKENS, plain_of, small_model
+from ringspan.proof.steps import Outcome
+from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
-from ringspan.torch.parallelize import parallelize
+from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.runtime.mesh import init_mesh
 
 GENERATION: Final = "generation"
+_FIRST: Final = "one sequence"
 NOT_TRIED: Final = (
     "the model's full size, its own weights and longer sequences",
     "dropout",
-    "other dtypes than float64, so no rounding of bfloat16",
+    "the training's own optimizer and its schedule: a trial takes AdamW of torch",
 )
 
 
@@ -34,12 +57,18 @@ class Row:
     batch: str
     error: float | None = None
     of: str = ""
+    bound: float = compare.BOUND
+    dtype: str = "float64"
     place: str = ""
     refused: str = ""
+    tokens: int = 0
+    """Tokens of a row of the batch, if the wrong positions are known."""
+    wrong: list[list[int]] = field(default_factory=list[list[int]])
+    """Positions that are wrong at the place, a list for each row of the batch."""
 
     @property
     def is_exact(self) -> bool:
-        return self.error is None or self.error <= compare.BOUND
+        return self.error is None or self.error <= self.bound
 
 
 @dataclass
@@ -54,131 +83,334 @@ class Proof:
     rows: list[Row] = field(default_factory=list[Row])
     smallest: dict[str, Any] | None = None
     """The fewest options with which it still differs; None if all is exact."""
+    weights: str = "random"
+    """A folder, or random ones."""
     seconds: float = 0.0
     not_tried: list[str] = field(default_factory=lambda: [*NOT_TRIED])
+    versions: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def is_exact(self) -> bool:
         return all(row.is_exact for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the proof as plain values, with the verdict and the bound."""
-        return asdict(self) | {"exact": self.is_exact, "bound": compare.BOUND}
+        """Return the proof as plain values, with the verdict."""
+        return asdict(self) | {"exact": self.is_exact}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question to a proof: a model by its config, and the options of a step."""
+
+    config: PreTrainedConfig
+    name: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of ``parallelize``."""
+    adapter: Any = None
+    """Config of PEFT, for an adapter that trains in place of the weights."""
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
+    """Dtypes that layers compute in, each with that of the weights; those of the device if there are none."""
+    trained: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
+    """The same of the training, for devices that a proof tries it on."""
+    weights: str | None = None
+    """Folder with the weights for a model of full width; None for random ones of a small model."""
+    tree: bool = False
+    """Try a tree of rows with one beginning too."""
+    not_tried: tuple[str, ...] = ()
+    """What else was asked for, and is named as not tried."""
+
+
+class _Tried(NamedTuple):
+    """A batch that was run, with its outcomes on the ring and on one process."""
+
+    row: Row
+    trial: Trial
+    batch: Batch
+    found: Outcome
+    truth: Outcome
+    bounds: Bounds
+
+
+class _Alone:
+    """Outcomes of a batch on one process, by plain transformers: each once, whatever ring it is compared with."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[tuple[Any, ...], tuple[Outcome, Bounds]] = {}
+
+    def of(self, trial: Trial, label: str, batch: Batch) -> tuple[Outcome, Bounds]:
+        """Return the outcome in float64, and the bounds of the trial's dtype."""
+        of_loss = [trial.options.get(name) for name in ("z_loss", "label_smoothing")]
+        key = label, trial.dtype, *of_loss
+        if key not in self._outcomes:
+            if any(other[0] != label for other in self._outcomes):
+                self._outcomes.clear()  # weights of full width take memory
+            truth = steps.run_alone(trial, batch, torch.float64)
+            bounds = compare.IN_FLOAT64
+            if not trial.is_exact_dtype:
+                one = steps.run_alone(trial, batch)
+                bounds = compare.bounds_of(one, truth, batch, trial.dtype)
+            self._outcomes[key] = truth, bounds
+        return self._outcomes[key]
 
 
 def prove_on(
-    mesh: DeviceMesh,
-    config: PreTrainedConfig,
-    name: str,
-    options: dict[str, Any],
-    doing: Callable[[str], None] = lambda _: None,
+    mesh: DeviceMesh, asked: Asked, doing: Callable[[str], None] = lambda _: None
 ) -> Proof:
     """Train a small model of a config on every batch, on a mesh and on one process; every rank calls it.
 
     Equals, for each batch, ``STEPS`` steps of AdamW of plain transformers in float64: losses, every gradient of the
-    first, weights after the last, and logits in evaluation. Documents and rows are computed by themselves there.
+    first, weights after the last, and logits in evaluation. Documents and rows are computed separately there.
 
     Raises:
         UnsupportedError, ConfigError, LayoutError: what ``parallelize`` raises for the model or its options.
+        PeerMismatch: ranks with other releases of what computes.
     """
     started = time.perf_counter()
-    small, layers, parameters, left_out = small_model(config)
+    versions = _versions(mesh)
+    is_narrow = asked.weights is None
+    small, layers, parameters, left_out, kept = small_model(
+        asked.config, is_narrow=is_narrow
+    )
+    options, untried = options_of_trial(asked.options)
+    packed, weights = _packed(asked.config), None
+    dtypes = _dtypes_of(mesh, asked, packed is not None)
+    if asked.weights is not None:
+        weights = _own_weights(mesh, asked, kept, parameters)
+    if packed is not None:
+        refuse_packing(packed, asked.adapter)
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
-    proof = Proof(name, layers, parameters, sizes, options)
+    proof = Proof(
+        asked.name, layers, parameters, sizes, _plain(options), versions=versions
+    )
+    if asked.weights is not None:
+        proof.weights = asked.weights
+        proof.not_tried[0] = (
+            f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"
+        )
     if left_out:
         proof.not_tried.insert(0, f"{left_out} further kinds of layers")
-    given = batches(mesh["ring"].size(), options.get("folds", 1))
-    for label, batch in given.items():
-        doing(label)
-        proof.rows.append(_try(mesh, small, label, batch, options))
-    doing(GENERATION)
-    proof.rows.append(_try_writing(mesh, small, options))
-    wrong = next((row for row in proof.rows if not row.is_exact), None)
-    if wrong is not None and wrong.batch in given:
+    proof.not_tried += [*untried, *_untried_of(asked), *asked.not_tried]
+    vocabulary = SEEING_VOCABULARY if sees(small) else text_config(small).vocab_size
+    given = batches(
+        mesh["ring"].size(),
+        options.get("folds", 1),
+        vocabulary=vocabulary,
+        tree=asked.tree,
+    )
+    if sees(small):
+        length = given["one sequence"].inputs["input_ids"].shape[1]
+        given[IMAGES] = batch_with_images(small, length)
+    subject = Subject(
+        config=small, adapter=asked.adapter, packed=packed, weights=weights
+    )
+    alone, wrong = _Alone(), None
+    for dtype, stored in dtypes:
+        trial = Trial(
+            subject=subject,
+            mesh=mesh,
+            options=options,
+            dtype=dtype,
+            parameters=stored,
+        )
+        for label, batch in given.items():
+            doing(label if trial.is_exact_dtype else f"{label} in {_name(dtype)}")
+            tried = _try(trial, label, batch, alone)
+            row = tried if isinstance(tried, Row) else tried.row
+            proof.rows.append(row)
+            if wrong is None and not isinstance(tried, Row) and not row.is_exact:
+                wrong = tried
+        if dtype.itemsize >= 4:
+            doing(GENERATION)
+            proof.rows.append(_try_writing(trial, vocabulary))
+        else:
+            proof.not_tried.append(f"generation in {_name(dtype)}")
+    if all(row.dtype != "bfloat16" for row in proof.rows):
+        proof.not_tried.append("rounding of bfloat16: give --dtype bfloat16")
+    if wrong is not None:
         doing("looking for the place")
-        batch = given[wrong.batch]
-        proof.smallest = _fewest(mesh, small, wrong.batch, batch, options)
-        wrong.place = _place(mesh, small, batch, options)
+        proof.smallest = _plain(_fewest(wrong, alone))
+        _find_place(wrong)
     proof.seconds = time.perf_counter() - started
     return proof
 
 
-def _try(
-    mesh: DeviceMesh,
-    config: PreTrainedConfig,
-    label: str,
-    batch: Batch,
-    options: dict[str, Any],
-) -> Row:
+def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:
     """Run a batch on all ranks; the row has the worst error of any of them."""
+    row = Row(label, dtype=_name(trial.dtype))
     try:
-        found = steps.run_on_ring(config, batch, mesh, options)
+        found = steps.run_on_ring(trial, batch)
     except UnsupportedError as error:
-        if label == "one sequence":
+        if label == _FIRST:
             raise  # the model or an option, and not this batch
-        return Row(label, refused=str(error))
-    expected = steps.run_alone(config, batch)
-    error = compare.worst_error(found, expected, batch)
-    return Row(label, *max(gather_over(mesh, tuple(error))))
+        row.refused = str(error)
+        return row
+    truth, bounds = alone.of(trial, label, batch)
+    error = compare.worst_error(found, truth, batch, bounds)
+    _, row.error, row.of, row.bound = max(gather_over(trial.mesh, tuple(error)))
+    return _Tried(row, trial, batch, found, truth, bounds)
 
 
-def _try_writing(
-    mesh: DeviceMesh, config: PreTrainedConfig, options: dict[str, Any]
-) -> Row:
+def _try_writing(trial: Trial, vocabulary: int) -> Row:
     """Let the model write over a split cache; its tokens and logits equal those on one process."""
+    row = Row(GENERATION, dtype=_name(trial.dtype))
     try:
-        expected = steps.write(steps.make_model(config))
+        truth = steps.write(trial.make(torch.float64), vocabulary)
+        one = truth
+        if not trial.is_exact_dtype:
+            one = steps.write(trial.make(), vocabulary)
     except Exception as error:  # transformers itself may not generate with it
         reason = f"{type(error).__name__}: {one_line(error)}"
-        return Row(GENERATION, refused=f"not on one process either: {reason}")
+        row.refused = f"not on one process either: {reason}"
+        return row
     try:
-        found = steps.write(parallelize(steps.make_model(config), mesh, **options))
+        found = steps.write(steps.on_ring(trial), vocabulary)
     except UnsupportedError as error:
-        return Row(GENERATION, refused=str(error))
-    error = compare.worst_error(found, expected)
-    return Row(GENERATION, *max(gather_over(mesh, tuple(error))))
+        row.refused = str(error)
+        return row
+    bounds = compare.IN_FLOAT64
+    if not trial.is_exact_dtype:
+        bounds = compare.bounds_of(one, truth, None, trial.dtype)
+    error = compare.worst_error(found, truth, bounds=bounds)
+    _, row.error, row.of, row.bound = max(gather_over(trial.mesh, tuple(error)))
+    return row
 
 
-def _fewest(
-    mesh: DeviceMesh,
-    config: PreTrainedConfig,
-    label: str,
-    batch: Batch,
-    options: dict[str, Any],
-) -> dict[str, Any]:
+def _fewest(wrong: _Tried, alone: _Alone) -> dict[str, Any]:
     """Return the options that are left when each is taken away that the difference does not need."""
-    left = dict(options)
-    for name in options:
+    left = dict(wrong.trial.options)
+    for name in wrong.trial.options:
         fewer = {key: value for key, value in left.items() if key != name}
+        trial = replace(wrong.trial, options=fewer)
         try:
-            row = _try(mesh, config, label, batch, fewer)
+            tried = _try(trial, wrong.row.batch, wrong.batch, alone)
         except RingspanError:  # an option that others need
             continue
-        if not row.is_exact:
+        if not isinstance(tried, Row) and not tried.row.is_exact:
             left = fewer
     return left
 
 
-def _place(
-    mesh: DeviceMesh, config: PreTrainedConfig, batch: Batch, options: dict[str, Any]
-) -> str:
-    """Name the first layer's output beyond the bound, or the first gradient if all outputs are right."""
+def _find_place(wrong: _Tried) -> None:
+    """Note in the row the first layer's output beyond the bound, or the first gradient if all outputs are right."""
+    trial, batch = wrong.trial, wrong.batch
     place: compare.Place | None = None
-    if options.get("folds", 1) == 1:
-        found = steps.layers_on_ring(config, batch, mesh, options)
-        expected = steps.layers_alone(config, batch)
-        place = compare.first_place(found, expected, batch, compare.BOUND)
+    if trial.options.get("folds", 1) == 1 and not batch.is_tree:
+        ring = steps.layers_on_ring(trial, batch)
+        truth = steps.layers_alone(trial, batch, torch.float64)
+        one = None if trial.is_exact_dtype else steps.layers_alone(trial, batch)
+        place = compare.first_place(ring, truth, batch, one, trial.dtype)
     if place is None:
-        on_ring = steps.run_on_ring(config, batch, mesh, options)
-        alone = steps.run_alone(config, batch)
-        place = compare.first_gradient(on_ring, alone, compare.BOUND)
-    said = gather_over(mesh, "" if place is None else str(place))
-    return next(filter(None, said), "")
+        place = compare.first_gradient(wrong.found, wrong.truth, wrong.bounds)
+    found: Any = next(filter(None, gather_over(trial.mesh, place)), None)
+    if found is None:
+        return
+    wrong.row.place = str(found)
+    if found.wrong:
+        wrong.row.wrong = [[*row] for row in found.wrong]
+        wrong.row.tokens = batch.inputs["input_ids"].shape[1]
+
+
+def _versions(mesh: DeviceMesh) -> dict[str, str]:
+    """Return the releases that compute, which are the same on all ranks; PeerMismatch names those that differ."""
+    here = {
+        "ringspan": version("ringspan"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    everywhere = gather_over(mesh, here)
+    for name, first in everywhere[0].items():
+        for rank, found in enumerate(everywhere):
+            if found[name] != first:
+                raise PeerMismatch(
+                    f"rank {rank} has {name} {found[name]}, and rank 0 has {first}; install the same on all hosts"
+                )
+    return here
+
+
+def _dtypes_of(
+    mesh: DeviceMesh, asked: Asked, is_packed: bool
+) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    """Return the dtypes to try: float64 on CPUs, on other devices float32 and the training's, unless some are given.
+
+    Packed weights are multiplied in float32 at most.
+    """
+    if is_packed:
+        if any(dtype == torch.float64 for dtype, _ in asked.dtypes):
+            raise ConfigError(
+                "dtype=float64: packed weights are multiplied in narrower dtypes; use float32 or bfloat16"
+            )
+        # Their layers are loaded in the dtype that they compute in.
+        given = tuple((dtype, dtype) for dtype, _ in asked.dtypes)
+        return given or ((torch.float32, torch.float32),)
+    if asked.dtypes:
+        return asked.dtypes
+    if mesh.device_type == "cpu":
+        return ((torch.float64, torch.float64),)
+    plain = ((torch.float32, torch.float32),)
+    return plain + tuple(pair for pair in asked.trained if pair not in plain)
+
+
+def _own_weights(
+    mesh: DeviceMesh,
+    asked: Asked,
+    kept: tuple[int, ...],
+    numbers: int,
+) -> OwnWeights:
+    """Return a folder's weights for the layers ``kept``; ConfigError if they do not fit the hosts' memory."""
+    folder, option = str(asked.weights), f"weights={asked.weights!r}"
+    if type(asked.config) is not type(text_config(asked.config)):
+        raise UnsupportedError(
+            f"{option}: the names in the files are of a model that sees or hears; leave weights out"
+        )
+    # One process computes in float64 whatever the dtype, for the distance.
+    refuse_too_large(mesh, numbers, option)
+    if _packed(asked.config) is not None:
+        raise UnsupportedError(
+            f"{option}: its files are packed, and a proof packs random weights; leave weights out"
+        )
+    return OwnWeights(folder, asked.config, kept)
+
+
+def _packed(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return a config's quantisation as values, if its weights are packed."""
+    found: Any = getattr(config, "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _untried_of(asked: Asked) -> Iterator[str]:
+    """Yield switches of a model that its small one does not have."""
+    text = text_config(asked.config)
+    implementation = text._attn_implementation
+    is_ring = implementation is not None and implementation.startswith("ringspan")
+    if implementation != plain_of(implementation) and not is_ring:
+        yield f"attn_implementation={implementation} (one process computes with eager)"
+    if getattr(text, "output_router_logits", False):
+        yield "output_router_logits=True (the routers' auxiliary loss)"
+    if dropout := getattr(asked.adapter, "lora_dropout", 0.0):
+        yield f"lora_dropout={dropout}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as values of JSON."""
+    return {
+        name: _name(value) if isinstance(value, torch.dtype) else value
+        for name, value in options.items()
+    }
 
 
 def prove(
-    model: PreTrainedModel | PreTrainedConfig,
+    model: nn.Module | PreTrainedConfig,
     mesh: DeviceMesh | None = None,
+    *,
+    adapter: Any = None,
+    dtype: torch.dtype | None = None,
+    weights: str | None = None,
+    tree: bool = False,
     **options: Any,
 ) -> Proof:
     """Prove that a model like this one is exact on a mesh with some options; every rank calls it.
@@ -187,26 +419,65 @@ def prove(
     the mesh and by plain transformers on one process: see ``Proof``, whose ``is_exact`` is the verdict.
 
     Args:
-        model: a model, whose config counts and not its weights, or a config.
+        model: a model of transformers or PEFT, whose config and adapter count and not its weights, or a config.
         mesh: as for ``parallelize``; a ring of all ranks if None.
+        adapter: a config of PEFT, for an adapter that trains in place of the weights.
+        dtype: that layers compute in, such as ``torch.bfloat16``; float64 on CPUs and float32 on other devices if None.
+        weights: a folder, whose own weights are tried: a layer of each kind in full width.
+        tree: try a tree of rows with one beginning too (``shared_prefix``).
         options: of ``parallelize``.
 
     Raises:
         UnsupportedError, ConfigError, LayoutError: on every rank, a model or options that ``parallelize`` refuses.
+        PeerMismatch: ranks with other releases of what computes.
     """
-    config = model.config if isinstance(model, PreTrainedModel) else model
-    return prove_on(
-        init_mesh() if mesh is None else mesh, config, type(model).__name__, options
+    asked = asked_of(
+        model,
+        options=options,
+        adapter=adapter,
+        dtypes=dtypes_named(dtype),
+        weights=weights,
+        tree=tree,
+    )
+    return prove_on(init_mesh() if mesh is None else mesh, asked)
+
+
+def asked_of(
+    model: nn.Module | PreTrainedConfig, *, adapter: Any = None, **others: Any
+) -> Asked:
+    """Return the question of a model or a config: its adapter's config too, and its head, which a trial lacks."""
+    name, not_tried = type(model).__name__, list[str]()
+    if isinstance(model, PreTrainedConfig):
+        config = model
+    else:
+        base = base_of(model)
+        config, name = base.config, class_name(base)
+        if is_peft(model) and adapter is None:
+            adapter = next(iter(model.peft_config.values()))
+        if not name.endswith(
+            ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        ):
+            not_tried.append(f"the head of {name}: a trial has a language model's")
+    return Asked(
+        config=config,
+        name=name,
+        adapter=adapter,
+        not_tried=tuple(not_tried),
+        **others,
     )
 
 
-def prove_here(
-    config: str,
-    name: str,
-    options: dict[str, Any],
-    sizes: dict[str, Any],
-    doing: Callable[[str], None] = lambda _: None,
-) -> Proof:
-    """Prove a model on the ranks that there are: ``config`` is its config.json, ``sizes`` are for ``init_mesh``."""
-    mesh = init_mesh(**sizes)
-    return prove_on(mesh, config_of(json.loads(config), name), name, options, doing)
+def dtypes_named(
+    dtype: torch.dtype | None, parameters: torch.dtype | None = None
+) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    """Pair the dtype of layers with a dtype of weights, by default float32 for narrower ones; ConfigError."""
+    if dtype is None:
+        return ()
+    known = torch.float64, torch.float32, torch.bfloat16
+    if dtype not in known:
+        raise ConfigError(
+            f"dtype={dtype}: a proof knows {', '.join(map(_name, known))}; use one of them"
+        )
+    if dtype.itemsize < 4:
+        return ((dtype, parameters or torch.float32),)
+    return ((dtype, dtype),)

@@ -14,9 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
-from ringspan.torch.model.layers.decoder import layers_of, text_config
+from ringspan.proof.own_code import has_own_code
+from ringspan.proof.seeing import TOWERS, language_layers, sees, small_around
+from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.weights.loading import auto_class
 
 VOCABULARY: Final = 97
+FEW_TOKENS: Final = 1000
+"""Tokens of the vocabulary of a model in its full width."""
 MOST_LAYERS: Final = 8
 """Layers of a small model; kinds that come later are named as not tried."""
 MOST_PARAMETERS: Final = 30_000_000
@@ -68,15 +73,24 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 8),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
-    # Lengths, in relation to the tokens of a trial.
+}
+# Lengths, in relation to the tokens of a trial.
+_LENGTHS: Final[dict[str, int]] = {
     **dict.fromkeys(("sliding_window", "window_size"), 8),
     "attention_chunk_size": 9,
     "index_topk": 7,
     "original_max_position_embeddings": 32,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
-    "max_seq_len": 512,
     "floor_scale": 8,
 }
+# Lengths that tables of weights have.
+_TABLES: Final[dict[str, int]] = {
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
+    "max_seq_len": 512,
+}
+_NARROW: Final = _SIZES | _LENGTHS | _TABLES
+_WIDE: Final = _LENGTHS | dict.fromkeys(
+    ("vocab_size", "vocab_size_per_layer_input"), FEW_TOKENS
+)
 _CHOSEN: Final = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -86,11 +100,13 @@ _CHOSEN: Final = (
 _ABOUT_FILES: Final = (
     "architectures",
     "auto_map",
+    "quantization_config",
     "dtype",
     "torch_dtype",
     "transformers_version",
 )
 _DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
+_NO_LOSS: Final = ("output_router_logits",)  # one process would add an auxiliary loss
 _IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
@@ -101,48 +117,78 @@ class Small(NamedTuple):
     layers: int
     parameters: int
     kinds_left_out: int
+    kept: tuple[int, ...] = ()
+    """The places of its layers among the given ones."""
 
 
-def small_model(config: PreTrainedConfig) -> Small:
+def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones.
+
+    One that is not narrow has the given widths, experts and tables, for weights that are there.
 
     Raises:
         UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
     """
     text = text_config(config)
-    name = type(text).__name__
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    name = type(config).__name__
+    if sees(config) and (config.model_type not in TOWERS or not is_narrow):
+        known = ", ".join(sorted(TOWERS))
         raise UnsupportedError(
-            f"{type(config).__name__}: models that see or hear are not proven yet; give the config of a language model"
+            f"{name}: models that see or hear are not proven yet, but for {known} with random weights; give the config "
+            "of a language model"
         )
-    kinds = _kinds(_on_meta(text))
+    if not sees(config) and not _writes(text):
+        raise UnsupportedError(
+            f"{name}: transformers has no causal language model of it; use make models, which knows every type"
+        )
+    kinds = _kinds(_on_meta(config))
     values = text.to_dict()
     for field in _ABOUT_FILES:
         values.pop(field, None)
     try:
-        small = type(text)(**_shrunk(values, len(kinds), _first_of_each(kinds)))
+        kept = _first_of_each(kinds)
+        small = type(text)(**_shrunk(values, len(kinds), kept, is_narrow=is_narrow))
+        if has_own_code(text):
+            small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
+        if sees(config):
+            small = small_around(config, small)
         model = _on_meta(small)
     except Exception as error:  # each type of model checks its sizes in its own way
         raise UnsupportedError(
             f"{name} cannot be made small: {one_line(error)}; use make models, which knows every type"
         ) from error
     count, there = model.num_parameters(), _kinds(model)
-    if count > MOST_PARAMETERS:
+    if count > MOST_PARAMETERS and is_narrow:
         raise UnsupportedError(
             f"{name} has {count:,} parameters when made small; use make models, which knows every type"
         )
-    small._attn_implementation = text._attn_implementation  # pyright: ignore[reportAttributeAccessIssue]
-    return Small(small, len(there), count, max(0, len({*kinds}) - len({*there})))
+    small._attn_implementation = plain_of(text._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
+    left_out = max(0, len({*kinds}) - len({*there}))
+    return Small(small, len(there), count, left_out, tuple(kept))
+
+
+def _writes(config: PreTrainedConfig) -> bool:
+    """Return whether there is a causal language model of a config."""
+    return type(config) in AutoModelForCausalLM._model_mapping or has_own_code(config)
+
+
+def plain_of(implementation: str | None) -> str | None:
+    """Return an attention implementation if transformers computes it on any device in any dtype, else "eager"."""
+    return implementation if implementation in (None, "eager", "sdpa") else "eager"
 
 
 def _kinds(model: Any) -> list[tuple[Any, ...]]:
-    return [_kind_of(layer) for layer in layers_of(model).values()]
+    return [_kind_of(layer) for layer in language_layers(model).values()]
 
 
 def _on_meta(config: PreTrainedConfig) -> Any:
     """Make a model without memory."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = plain_of(config._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return auto_class(config, sees=sees(config)).from_config(
+            config, trust_remote_code=has_own_code(config)
+        )
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
@@ -173,18 +219,23 @@ def _first_of_each(kinds: list[Any]) -> list[int]:
     return firsts
 
 
-def _shrunk(values: dict[str, Any], layers: int, kept: list[int]) -> dict[str, Any]:
-    """Return the fields of a config with ``layers`` layers, of which those in ``kept`` stay."""
+def _shrunk(
+    values: dict[str, Any], layers: int, kept: list[int], *, is_narrow: bool
+) -> dict[str, Any]:
+    """Return the fields of a config with ``layers`` layers that keeps the layers ``kept``."""
+    sizes = _NARROW if is_narrow else _WIDE
     small = {
-        name: _small_value(name, value, layers, kept) for name, value in values.items()
+        name: _small_value(name, value, layers, kept, sizes)
+        for name, value in values.items()
     }
     set_ones = {name: value for name, value in values.items() if value}
+    if is_narrow:
+        small |= _small_heads(set_ones) | _small_experts(set_ones)
     return (
         small
-        | _small_heads(set_ones)
-        | _small_experts(set_ones)
-        | _small_layers(set_ones, layers, kept)
+        | _small_layers(set_ones, layers, kept, sizes)
         | {name: number for name, number in _IDS.items() if name in values}
+        | {name: False for name in _NO_LOSS if name in values}
     )
 
 
@@ -217,7 +268,7 @@ def _small_experts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_layers(
-    values: dict[str, Any], layers: int, kept: list[int]
+    values: dict[str, Any], layers: int, kept: list[int], sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return how many layers stay, how many of the dense first and the sharing last, and fields of single layers."""
     small: dict[str, Any] = {name: len(kept) for name in _LAYERS if name in values}
@@ -229,34 +280,42 @@ def _small_layers(
         small["num_kv_shared_layers"] = sum(place >= first for place in kept)
     if "per_layer_config" in values:
         small["per_layer_config"] = {
-            kept.index(int(place)): _small_value("", each, layers, kept)
+            kept.index(int(place)): _small_value("", each, layers, kept, sizes)
             for place, each in values["per_layer_config"].items()
             if int(place) in kept
         }
     return small
 
 
-def _small_value(name: str, value: Any, layers: int, kept: list[int]) -> Any:
+def _small_value(
+    name: str, value: Any, layers: int, kept: list[int], sizes: dict[str, int]
+) -> Any:
     """Return one field of a small config."""
     if isinstance(value, dict):
         return {
-            key: _small_value(str(key), each, layers, kept)
+            key: _small_value(str(key), each, layers, kept, sizes)
             for key, each in value.items()
         }
     if isinstance(value, list):
-        return _small_list(name, value, layers, kept)
+        return _small_list(name, value, layers, kept, is_narrow=sizes is _NARROW)
     if name.endswith(_DROPOUT) and isinstance(value, int | float):
         return type(value)(0)
     is_size = type(value) is int and value != 0
-    return _SIZES.get(name, value) if is_size else value
+    if name in _WIDE and sizes is _WIDE and is_size:
+        return min(value, _WIDE[name])
+    return sizes.get(name, value) if is_size else value
 
 
-def _small_list(name: str, value: list[Any], layers: int, kept: list[int]) -> list[Any]:
+def _small_list(
+    name: str, value: list[Any], layers: int, kept: list[int], *, is_narrow: bool
+) -> list[Any]:
     """Return a list of a small config: of the layers that stay, of their places, or of the factors of positions."""
     if len(value) == layers:
         return [value[place] for place in kept]
     if name.endswith(("_layers", "_layer_ids", "_indices")):
         return [kept.index(place) for place in value if place in kept]
-    if name.endswith("_factor") and value:  # one for each pair of a head's numbers
+    if (
+        is_narrow and name.endswith("_factor") and value
+    ):  # one for each pair of a head's numbers
         return value[:: max(1, len(value) // 8)][:8]
     return value

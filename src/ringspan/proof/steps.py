@@ -1,21 +1,19 @@
 """Two training steps, an evaluation and a generation, by plain transformers on one process or on a ring."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ringspan.proof.batches import Batch
-from ringspan.proof.float64 import in_float64_of
-from ringspan.proof.small import VOCABULARY
+from ringspan.proof.batches import Batch, random_tokens
+from ringspan.proof.seeing import language_layers
+from ringspan.proof.trial import Trial, computing_in
 from ringspan.torch.data.padding import IGNORED
-from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.parallelize import parallelize
@@ -23,6 +21,7 @@ from ringspan.torch.shard_batch import shard_batch
 
 STEPS: Final = 2
 _PROMPT, _READ_AT_ONCE, _WRITTEN = 75, 17, 6
+_SPLIT: Final = ("layout", "folds")  # options that a batch takes too
 
 
 @dataclass
@@ -36,59 +35,81 @@ class Outcome:
     logits: Tensor | None = None
 
 
-def make_model(config: PreTrainedConfig) -> Any:
-    """Make a model with the same random weights each time, which computes in float64 throughout."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    random = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=random) * 0.05
-            # A norm's weight stays near one. Some models leave others as they come, so all are made here.
-            is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
-            parameter.copy_(noise + 1 if is_norm else noise)
-    wide = in_float64_of(model)
-    wide.set_experts_implementation("eager")  # grouped products know no float64
-    return wide.train()
+def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> Outcome:
+    """Run a batch on plain transformers, each document, branch or row without padding separately.
 
-
-def run_alone(config: PreTrainedConfig, batch: Batch) -> Outcome:
-    """Run a batch on plain transformers, each document or row without padding by itself."""
-    model, found = make_model(config), Outcome()
-    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
-    targets = torch.full_like(labels, IGNORED)
-    targets[:, :-1] = labels[:, 1:]
-
-    def passed() -> Tensor:
-        rows: Any = None
-        for row, start, stop in batch.parts:
-            logits = model(
-                input_ids=ids[row : row + 1, start:stop], use_cache=False
-            ).logits
-            if rows is None:
-                rows = logits.new_zeros(*ids.shape, logits.shape[-1])
-            rows = rows.index_put(
-                (torch.tensor(row), torch.arange(start, stop)), logits[0]
-            )
-        return rows
+    In the trial's dtype, or with the same numbers and all code in a wider one.
+    """
+    model, found = trial.make(dtype), Outcome()
+    call, reads = _caller(model, trial, dtype), dtype or trial.dtype
+    count = sum(int((part != IGNORED).sum()) for part in _targets(batch))
 
     def loss() -> Tensor:
-        return cross_entropy(passed().flatten(0, 1), targets.flatten())
+        pairs = zip(_logits(call, batch, reads), _targets(batch), strict=True)
+        total = sum(_loss_of(logits, wanted, trial.options) for logits, wanted in pairs)
+        return total / count  # pyright: ignore[reportReturnType]
 
     _train(model, loss, found)
-    model.eval()
-    with torch.no_grad():
-        found.logits = passed()
+    if not batch.is_tree:
+        model.eval()
+        with torch.no_grad():
+            found.logits = _joined(_logits(call, batch, reads), batch)
     return found
 
 
-def run_on_ring(
-    config: PreTrainedConfig, batch: Batch, mesh: DeviceMesh, options: dict[str, Any]
-) -> Outcome:
+def _caller(model: Any, trial: Trial, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """Return the call of a plain model in the dtype that layers compute in."""
+    if dtype is not None or trial.dtype == trial.parameters:
+        return model
+    return computing_in(model, trial.dtype)
+
+
+def _logits(
+    call: Callable[..., Any], batch: Batch, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield the logits (1, T, V) of each part of a batch."""
+    for row, places in batch.parts:
+        ids = batch.inputs["input_ids"][row : row + 1, list(places)]
+        seen = _floats_in(batch.seen, dtype)
+        yield call(input_ids=ids, use_cache=False, **seen).logits
+
+
+def _targets(batch: Batch) -> Iterator[Tensor]:
+    """Yield the targets (T,) of each part of a batch, the next token's label."""
+    for row, places in batch.parts:
+        labels = batch.inputs["labels"][row, list(places)]
+        yield torch.cat([labels[1:], torch.full_like(labels[:1], IGNORED)])
+
+
+def _loss_of(logits: Tensor, targets: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the sum over targets of cross-entropy with label smoothing, and of the squared log-sum-exp."""
+    logits = logits[0] if logits.dtype == torch.float64 else logits[0].float()
+    smoothing = options.get("label_smoothing", 0.0)
+    loss = cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    if factor := options.get("z_loss", 0.0):
+        loss = loss + factor * logits.logsumexp(-1)[targets != IGNORED].square().sum()
+    return loss
+
+
+def _joined(parts: Iterable[Tensor], batch: Batch) -> Tensor:
+    """Return what parts of a batch have (1, T, ...) in their places of the whole one (B, S, ...); 0 for padding."""
+    whole_one: Any = None
+    for (row, places), part in zip(batch.parts, parts, strict=True):
+        if whole_one is None:
+            whole_one = part.new_zeros(
+                *batch.inputs["input_ids"].shape, *part.shape[2:]
+            )
+        whole_one[row, list(places)] = part[0]
+    return whole_one
+
+
+def run_on_ring(trial: Trial, batch: Batch) -> Outcome:
     """Run a batch on a ring; every rank returns the whole outcome."""
-    model, found = parallelize(make_model(config), mesh, **options), Outcome()
-    local = _local(batch, mesh, options)
+    model, found = on_ring(trial), Outcome()
+    local = _local(trial, batch)
     _train(model, lambda: model(**local).loss, found)
+    if batch.is_tree:
+        return found
     evaluated = {name: x for name, x in local.items() if name != "shift_labels"}
     model.eval()
     with torch.no_grad():
@@ -97,10 +118,25 @@ def run_on_ring(
     return found
 
 
-def _local(batch: Batch, mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
+def on_ring(trial: Trial) -> Any:
+    """Make the model, and put it on the ring with the trial's options."""
+    return parallelize(trial.make(), trial.mesh, **trial.given)
+
+
+def _local(trial: Trial, batch: Batch) -> dict[str, Any]:
     """Return this rank's part of a batch for the options of ``parallelize``."""
-    how = {name: options[name] for name in ("layout", "folds") if name in options}
-    return shard_batch(batch.inputs, mesh, **how)
+    how = {name: trial.options[name] for name in _SPLIT if name in trial.options}
+    if batch.is_tree:
+        how["prefix_loss"] = "each"  # as often as in rows of their own
+    inputs = _floats_in(batch.inputs, trial.parameters)
+    return shard_batch(inputs, trial.mesh, **how)
+
+
+def _floats_in(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return inputs, with the numbers of images in a dtype."""
+    return {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()
+    }
 
 
 def _everywhere(
@@ -108,14 +144,14 @@ def _everywhere(
 ) -> Tensor:
     """Gather what the ranks of a ring have of each token (B, T, ...) into (B, S, ...)."""
     length = batch.inputs["input_ids"].shape[1]
-    return gathered_tokens(model, part, length, local.get("document_lengths"))
+    base: Any = base_of(model)
+    return gathered_tokens(base, part, length, local.get("document_lengths"))
 
 
-def write(model: Any) -> Outcome:
+def write(model: Any, vocabulary: int) -> Outcome:
     """Let a model write the most likely tokens after a prompt that a ring reads in chunks, split over its ranks."""
-    vars(model)["ring_prefill_tokens"] = _READ_AT_ONCE
-    random = torch.Generator().manual_seed(4)
-    prompt = torch.randint(3, VOCABULARY, (1, _PROMPT), generator=random)
+    vars(base_of(model))["ring_prefill_tokens"] = _READ_AT_ONCE
+    prompt = random_tokens(1, _PROMPT, vocabulary, 4)
     with torch.no_grad():
         out = model.eval().generate(
             input_ids=prompt,
@@ -132,7 +168,8 @@ def write(model: Any) -> Outcome:
 
 def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None:
     """Take optimizer steps; note the losses, the first gradients, and the weights at the end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
     for step in range(STEPS):
         value = loss()
         found.losses.append(value.detach())
@@ -141,37 +178,39 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
             found.gradients = {
                 name: None if p.grad is None else whole(p.grad).clone()
                 for name, p in model.named_parameters()
+                if p.requires_grad
             }
         optimizer.step()
         optimizer.zero_grad()
     found.weights = {
         f"{name} after the steps": whole(p.detach()).clone()
         for name, p in model.named_parameters()
+        if p.requires_grad
     }
 
 
-def layers_alone(config: PreTrainedConfig, batch: Batch) -> dict[str, Tensor]:
-    """Return the hidden states (B, S, C) after every part of every layer, of plain transformers."""
-    model = make_model(config)
-    ids = batch.inputs["input_ids"]
-    found: dict[str, Tensor] = {}
-    for row, start, stop in batch.parts:
-        with torch.no_grad(), _watching(model) as seen:
-            model(input_ids=ids[row : row + 1, start:stop], use_cache=False)
-        for name, hidden in seen.items():
-            rows = found.setdefault(
-                name, hidden.new_zeros(*ids.shape, hidden.shape[-1])
-            )
-            rows[row, start:stop] = hidden[0]
-    return found
-
-
-def layers_on_ring(
-    config: PreTrainedConfig, batch: Batch, mesh: DeviceMesh, options: dict[str, Any]
+def layers_alone(
+    trial: Trial, batch: Batch, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
+    """Return the hidden states (B, S, C) after every part of every layer, of plain transformers."""
+    model = trial.make(dtype)
+    call, seen = _caller(model, trial, dtype), list[dict[str, Tensor]]()
+    for row, places in batch.parts:
+        ids = batch.inputs["input_ids"][row : row + 1, list(places)]
+        with torch.no_grad(), _watching(model) as found:
+            seen_ones = _floats_in(batch.seen, dtype or trial.dtype)
+            call(input_ids=ids, use_cache=False, **seen_ones)
+        seen.append(found)
+    return {
+        name: _joined((found[name] for found in seen), batch)
+        for name in seen[0]
+        if all(name in found for found in seen)
+    }
+
+
+def layers_on_ring(trial: Trial, batch: Batch) -> dict[str, Tensor]:
     """Return the hidden states (B, S, C) after every part of every layer, gathered from a ring."""
-    model = parallelize(make_model(config), mesh, **options)
-    local = _local(batch, mesh, options)
+    model, local = on_ring(trial), _local(trial, batch)
     with torch.no_grad(), _watching(model) as seen:
         model(**local)
     return {
@@ -194,7 +233,7 @@ def _watching(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     handles = [
         part.register_forward_hook(noting(f"{path}.{name}".rstrip(".")))
-        for path, layer in layers_of(model).items()
+        for path, layer in language_layers(base_of(model)).items()
         for name, part in [*layer.named_children(), ("", layer)]
     ]
     try:

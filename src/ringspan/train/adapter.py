@@ -18,12 +18,29 @@ def add_adapter(
     model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0
 ) -> Any:
     """Add a run's adapter to the model of ``path``; only it trains, in float32. Without a rank, return the model."""
-    if settings.rank is None:
+    lora = lora_config(settings)
+    if lora is None:
         return model
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    where = f"adapter.target_modules = {list(settings.target_modules)}"
+    with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
+        peft: Any = get_peft_model(model, lora)
+    # An absolute path lets the adapter find its base model from any folder.
+    if path is not None and Path(path).is_dir():
+        peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
+    return peft
+
+
+def lora_config(settings: AdapterConfig) -> Any:
+    """Return PEFT's config of a run's adapter; None without a rank."""
+    if settings.rank is None:
+        return None
+    from peft import LoraConfig, TaskType
 
     targets = list(settings.target_modules)
-    lora = LoraConfig(
+    return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=settings.rank,
         lora_alpha=settings.rank * 2 if settings.alpha is None else settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -32,14 +49,16 @@ def add_adapter(
         use_rslora=settings.use_rslora,
         lora_dropout=0.0,
     )
-    torch.manual_seed(seed)
-    where = f"adapter.target_modules = {targets}"
-    with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
-        peft: Any = get_peft_model(model, lora)
-    # An absolute path lets the adapter find its base model from any folder.
-    if path is not None and Path(path).is_dir():
-        peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
-    return peft
+
+
+def read_adapter(folder: str) -> Any:
+    """Return PEFT's config of a folder's adapter; ConfigError if it cannot be read."""
+    from peft import PeftConfig
+
+    with refused(f"--adapter {folder!r}", OSError, ValueError, KeyError, TypeError):
+        config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
+from ringspan.core.errors import UnsupportedError
 from ringspan.measure.cluster import doctor
+from ringspan.proof.run import Proof, Row
 from tests.cases import refusals
 from tests.cli.test_bad_input import printed, refusal
 from tests.surface import check_object
@@ -78,6 +82,34 @@ def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
         "pip install torchao",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(1e-12, 0, "exact, in"), (1e-3, 1, "differs: one")]
+)
+def test_a_model_is_proven_too(monkeypatch, capsys, error, code, said):
+    fine = RESULT | {"can_train": True, "problems": []}
+    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: fine)
+    proof = Proof("a model", 2, 1000, {"ring": 2}, {}, [Row("one", error, "the loss")])
+    place = "ringspan.cli.commands.prove.on_ranks"
+    monkeypatch.setattr(place, lambda *_, **__: (proof, True))
+    arguments = "doctor", "--model", "llama-3.1-8b"
+    assert said in printed(monkeypatch, capsys, *arguments, code=code)
+    text = printed(monkeypatch, capsys, *arguments, "--json", code=code)
+    assert json.loads(text)["proof"]["exact"] == (code == 0)
+
+
+def test_a_model_that_is_refused_is_a_finding(monkeypatch, capsys):
+    fine = RESULT | {"can_train": True, "problems": []}
+    monkeypatch.setattr(doctor, "examine", lambda ranks, doing: fine)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedError("it has attention dropout; set it to 0")
+
+    monkeypatch.setattr("ringspan.cli.commands.prove.on_ranks", refuse)
+    arguments = "doctor", "--model", "llama-3.1-8b"
+    text = printed(monkeypatch, capsys, *arguments, code=1)
+    assert "not proven: it has attention dropout; set it to 0" in text
 
 
 def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):

@@ -3,14 +3,19 @@
 import json
 import os
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ringspan.cli.checks import AsJson, LocalRanks, refuse_under_torchrun
+from ringspan.cli.commands.prove import proof_of, show_proof
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
+from ringspan.core.errors import RingspanError
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
+
+if TYPE_CHECKING:
+    from ringspan.proof.run import Proof
 
 EPILOG = (
     "Example: ringspan doctor --ranks 4. Before a job on a cluster: "
@@ -18,15 +23,27 @@ EPILOG = (
 )
 
 
-def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Prove a small model like this one exact here too: a name, a config.json, its folder, or a Hub id. "
+            "Not under torchrun.",
+            show_default=False,
+        ),
+    ] = "",
+    ranks: LocalRanks = None,
+    as_json: AsJson = False,
+) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
 
     Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, check the ring against float64,
-    and train a model of two layers. Exit code 0 if that trained, and right, else 1.
+    and train a model of two layers. Exit code 0 if that trained, and right, and ``--model`` is exact, else 1.
     """
     is_job = is_rank()
     if is_job:
-        refuse_under_torchrun(ranks=ranks)
+        refuse_under_torchrun(ranks=ranks, model=model or None)
+    prove = proof_of(model, ranks) if model else None
     shown = working() if os.environ.get("RANK", "0") == "0" else nullcontext(silent)
     with shown as doing:
         from ringspan.measure.cluster.doctor import examine, examine_job
@@ -34,13 +51,31 @@ def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
         result, is_first = (
             examine_job(doing=doing) if is_job else (examine(ranks, doing), True)
         )
+    proof, refusal = None, ""
+    if prove is not None:
+        try:
+            proof = prove()
+        except RingspanError as error:
+            refusal = str(error)
     if is_first:
-        if as_json:
-            print(json.dumps(result))
-        else:
-            _show(result)
-    if not result["can_train"]:
+        _print(result, proof, refusal, as_json=as_json)
+    if not result["can_train"] or refusal or (proof and not proof.is_exact):
         raise typer.Exit(1)
+
+
+def _print(
+    result: dict[str, Any], proof: "Proof | None", refusal: str, *, as_json: bool
+) -> None:
+    """Print the findings, and the proof of a model or why there is none."""
+    if as_json:
+        shown = {"refused": refusal} if refusal else proof and proof.as_json()
+        print(json.dumps(result | {"proof": shown}))
+        return
+    _show(result)
+    if refusal:
+        paragraph(console(), f"not proven: {refusal}", style="red")
+    elif proof is not None:
+        show_proof(proof)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -1,67 +1,125 @@
 """Options of a training step, from a training file or its ``key=value`` settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from pydantic import ValidationError
-
-from ringspan.core.errors import ConfigError
 from ringspan.core.step_config import StepConfig
-from ringspan.train.config.load import apply_override, load_config
-from ringspan.train.config.problems import Table, explain
-from ringspan.train.config.tables import (
-    AttentionConfig,
-    MemoryConfig,
-    MeshConfig,
-    TrainConfig,
-    step_options,
-)
+from ringspan.train.config.load import apply_override, load_config, parse_config
+from ringspan.train.config.problems import Table, shown, table_of
+from ringspan.train.config.tables import TrainConfig, step_options
 
-
-class StepTables(Table):
-    """Tables of a training file that say how a step is computed."""
-
-    mesh: MeshConfig = MeshConfig()
-    """How the processes are arranged."""
-    attention: AttentionConfig = AttentionConfig()
-    """Attention on the ring."""
-    memory: MemoryConfig = MemoryConfig()
-    """Memory of the backward pass."""
+STEP, MODEL, BATCH, NAMED, BESIDE = "step", "model", "batch", "named", "beside"
+"""A proof passes a key to ``parallelize`` or the mesh, makes its model or its batches with it, names it as not tried if
+it is set, or leaves it out since no number of a step depends on it."""
+KEYS: Final[dict[str, str]] = {
+    **dict.fromkeys(("run", "seed", "steps", "profile"), BESIDE),
+    **dict.fromkeys(("model.path", "model.init", "model.config", "model.rope"), MODEL),
+    **dict.fromkeys(("model.dtype", "model.parameter_dtype"), MODEL),
+    "model.trust_remote_code": MODEL,
+    "model.tokenizer": BESIDE,
+    "model.compile": STEP,
+    **dict.fromkeys(("data.shared_prefix",), BATCH),
+    **dict.fromkeys(("data.documents",), BATCH),
+    **dict.fromkeys(("data.messages", "data.balance"), NAMED),
+    **dict.fromkeys(("data.paths", "data.text_field", "data.hub_split"), BESIDE),
+    **dict.fromkeys(("data.extensions", "data.eval_fraction"), BESIDE),
+    **dict.fromkeys(("data.min_shared_tokens", "data.on_change"), BESIDE),
+    "data.sequence_length_tokens": NAMED,
+    **dict.fromkeys(("adapter.rank", "adapter.alpha", "adapter.dropout"), MODEL),
+    **dict.fromkeys(("adapter.target_modules", "adapter.use_dora"), MODEL),
+    "adapter.use_rslora": MODEL,
+    "adapter.merge": BESIDE,
+    **dict.fromkeys(("mesh.ring", "mesh.replicate", "mesh.tp"), STEP),
+    **dict.fromkeys(("attention.layout", "attention.route"), STEP),
+    **dict.fromkeys(("attention.comm_dtype", "attention.kernel"), STEP),
+    **dict.fromkeys(("memory.checkpoint", "memory.layers_per_checkpoint"), STEP),
+    **dict.fromkeys(("memory.folds", "memory.offload"), STEP),
+    **dict.fromkeys(("memory.loss_chunk_tokens", "memory.loss_chunk_vocabulary"), STEP),
+    **dict.fromkeys(
+        ("memory.feedforward_chunk_tokens", "memory.norm_chunk_tokens"), STEP
+    ),
+    "memory.activation_bytes": NAMED,
+    **dict.fromkeys(("optimizer.z_loss", "optimizer.label_smoothing"), STEP),
+    "optimizer.index_loss": STEP,
+    **dict.fromkeys(("optimizer.learning_rate", "optimizer.weight_decay"), NAMED),
+    **dict.fromkeys(("optimizer.betas", "optimizer.eps"), NAMED),
+    **dict.fromkeys(
+        ("optimizer.warmup_steps", "optimizer.min_learning_rate_ratio"), NAMED
+    ),
+    **dict.fromkeys(("optimizer.clip_grad_norm", "optimizer.batch_size"), NAMED),
+    **dict.fromkeys(("optimizer.accumulation_steps", "optimizer.name"), NAMED),
+    **dict.fromkeys(("optimizer.state", "optimizer.on_host"), NAMED),
+    "optimizer.rounding": NAMED,
+    **dict.fromkeys(("evaluation.every_steps", "evaluation.num_sequences"), BESIDE),
+    **dict.fromkeys(("checkpoints.every_steps", "checkpoints.keep"), BESIDE),
+    "checkpoints.asynchronous": BESIDE,
+    **dict.fromkeys(("guard.non_finite", "guard.max_skipped_steps"), BESIDE),
+    **dict.fromkeys(("guard.spike", "guard.spike_zscore"), BESIDE),
+    **dict.fromkeys(("guard.spike_window_steps", "guard.max_rewinds"), BESIDE),
+    **dict.fromkeys(("watchdog.enabled", "watchdog.timeout_steps"), BESIDE),
+    **dict.fromkeys(("watchdog.min_seconds", "watchdog.patience_seconds"), BESIDE),
+    "watchdog.silence_seconds": BESIDE,
+}
+# Required keys of a file, which settings on a command line leave out.
+_REQUIRED: Final = {
+    "data": {"paths": ["."], "sequence_length_tokens": 1 << 20},
+    "model": {"path": "."},
+}
 
 
 @dataclass(frozen=True)
 class AskedStep:
-    """The options of a step that differ from the defaults, the sizes of the mesh, and a training file's model."""
+    """A training file's settings, the options of its step that a trial can take, and those that are only named."""
 
+    settings: TrainConfig
     options: dict[str, Any]
-    sizes: dict[str, Any]
-    model: str = ""
+    not_tried: tuple[str, ...]
+    is_file: bool
+    """Whether a file named the model."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of the mesh."""
+        return self.settings.mesh.model_dump()
 
 
 def read_step(settings: Sequence[str]) -> AskedStep:
     """Read a training file, if the first setting is one, and ``key=value`` settings; ConfigError for unknown keys."""
-    tables: StepTables | TrainConfig
-    if settings and "=" not in settings[0]:
-        tables = load_config(settings[0], settings[1:])
-        model = tables.model.path or ""
+    is_file = bool(settings) and "=" not in settings[0]
+    if is_file:
+        config = load_config(settings[0], settings[1:])
     else:
-        tables, model = _tables(settings), ""
+        values: dict[str, Any] = {name: {**table} for name, table in _REQUIRED.items()}
+        for setting in settings:
+            apply_override(values, setting)
+        config = parse_config(values)
     plain = StepConfig()
-    options = {
-        name: value
-        for name, value in step_options(tables.attention, tables.memory).items()
+    tables = config.model, config.attention, config.memory, config.optimizer
+    options, not_tried = dict[str, Any](), list[str]()
+    for name, value in step_options(*tables).items():
         # What "auto" chooses depends on sizes that a small model does not have.
-        if value != getattr(plain, name) and (value != "auto" or name == "route")
-    }
-    return AskedStep(options, tables.mesh.model_dump(), model)
+        if value == "auto" and name != "route":
+            if name == "checkpoint":
+                not_tried.append("memory.checkpoint=auto (it depends on sizes)")
+        elif value != getattr(plain, name):
+            options[name] = value
+    not_tried += _named(config, is_file=is_file)
+    return AskedStep(config, options, tuple(not_tried), is_file)
 
 
-def _tables(settings: Sequence[str]) -> StepTables:
-    values: dict[str, Any] = {}
-    for setting in settings:
-        apply_override(values, setting)
-    try:
-        return StepTables.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, StepTables)) from error
+def _named(config: TrainConfig, *, is_file: bool) -> Iterator[str]:
+    """Yield the keys that are set to something else than their default, and that a trial does not take."""
+    for key, value in _set_keys(config):
+        is_given = is_file or key != "data.sequence_length_tokens"
+        if KEYS.get(key) == NAMED and is_given:
+            yield f"{key}={shown(value)}"
+
+
+def _set_keys(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        if table_of(field):
+            yield from _set_keys(value, f"{name}.")
+        elif name in table.model_fields_set and value != field.default:
+            yield path + name, value
