@@ -1,4 +1,4 @@
-"""One rank's part in an attention, without a process group: what the operator makes of its arguments."""
+"""One rank's part in an attention, without a process group, prepared as the operator does."""
 
 from ringspan.torch.engine.attention.prepared import prepared
 

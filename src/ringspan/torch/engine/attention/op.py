@@ -234,7 +234,7 @@ def runs_plainly() -> bool:
 
 
 class Gradient(NamedTuple):
-    """Differentiation of an operator: what its forward pass keeps, and the gradients made of that."""
+    """Differentiation of an operator: what its forward pass keeps, and the gradients from it."""
 
     save: Callable[[Any, tuple[Any, ...], tuple[Tensor, Tensor]], None]
     differentiate: Callable[..., tuple[Tensor | None, ...]]
