@@ -14,8 +14,8 @@ from ringspan.proof.seeing import language_layers
 from ringspan.proof.trial import Trial, computing_in
 from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.layers.positions import may_begin_anywhere
 from ringspan.torch.model.layers.modules import hidden_of, whole
+from ringspan.torch.model.layers.positions import may_begin_anywhere
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
