@@ -59,6 +59,7 @@ def proven(
         ),
         ("gemma3_text", 3, {"layout": "striped"}),
         ("qwen3_next", 2, {}),
+        ("llama4_text", 2, {}),  # scales queries by positions, which count padding
         *long(
             ("gpt_oss", 2, {"folds": 2}),
             ("deepseek_v3", 2, {"compile": True}),

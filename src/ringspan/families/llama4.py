@@ -24,7 +24,7 @@ def _query_scale(attention: Any) -> Factors | None:
         return None
 
     def factors(positions: Tensor) -> Tensor:
-        steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+        steps = torch.floor((positions + 1.0) / attention.floor_scale)
         return torch.log1p(steps) * attention.attn_scale + 1.0
 
     return factors

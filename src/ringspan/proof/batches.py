@@ -21,6 +21,21 @@ class Batch(NamedTuple):
 
     inputs: dict[str, Tensor]
     parts: tuple[tuple[int, Sequence[int]], ...]
+    keeps_padding: bool = False
+    """Whether one process reads whole rows with their padding."""
+
+    def with_padding(self) -> "Batch":
+        """Return the batch for a model whose positions count padding: each row is read whole, with its mask."""
+        if "attention_mask" not in self.inputs:
+            return self
+        rows, length = self.inputs["input_ids"].shape
+        parts = tuple((row, range(length)) for row in range(rows))
+        return Batch(self.inputs, parts, keeps_padding=True)
+
+    def read(self, row: int, places: Sequence[int]) -> dict[str, Tensor]:
+        """Return the arguments of tokens for one process that reads a part."""
+        names = ["input_ids"] + ["attention_mask"] * self.keeps_padding
+        return {name: self.inputs[name][row : row + 1, list(places)] for name in names}
 
     @property
     def real(self) -> Tensor:

@@ -244,6 +244,8 @@ def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:
             raise  # the model or an option, and not this batch
         row.refused = str(error)
         return row
+    if found.counts_padding:
+        batch = batch.with_padding()
     truth, bounds = alone.of(trial, label, batch)
     error = compare.worst_error(found, truth, batch, bounds)
     _, row.error, row.of, row.bound = max(gather_over(trial.mesh, tuple(error)))

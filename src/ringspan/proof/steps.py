@@ -15,6 +15,7 @@ from ringspan.proof.trial import Trial, computing_in
 from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
+from ringspan.torch.model.layers.positions import may_begin_anywhere
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
@@ -33,6 +34,8 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
+    counts_padding: bool = False
+    """Whether the model's positions count padding on the left, so that one process has to read it too."""
 
 
 def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> Outcome:
@@ -69,9 +72,8 @@ def _logits(
 ) -> Iterator[Tensor]:
     """Yield the logits (1, T, V) of each part of a batch."""
     for row, places in batch.parts:
-        ids = batch.inputs["input_ids"][row : row + 1, list(places)]
         seen = _floats_in(batch.seen, dtype)
-        yield call(input_ids=ids, use_cache=False, **seen).logits
+        yield call(**batch.read(row, places), use_cache=False, **seen).logits
 
 
 def _targets(batch: Batch) -> Iterator[Tensor]:
@@ -106,6 +108,8 @@ def _joined(parts: Iterable[Tensor], batch: Batch) -> Tensor:
 def run_on_ring(trial: Trial, batch: Batch) -> Outcome:
     """Run a batch on a ring; every rank returns the whole outcome."""
     model, found = on_ring(trial), Outcome()
+    base: Any = base_of(model)
+    found.counts_padding = not may_begin_anywhere(base)
     local = _local(trial, batch)
     _train(model, lambda: model(**local).loss, found)
     if batch.is_tree:
@@ -196,10 +200,9 @@ def layers_alone(
     model = trial.make(dtype)
     call, seen = _caller(model, trial, dtype), list[dict[str, Tensor]]()
     for row, places in batch.parts:
-        ids = batch.inputs["input_ids"][row : row + 1, list(places)]
         with torch.no_grad(), _watching(model) as found:
             seen_ones = _floats_in(batch.seen, dtype or trial.dtype)
-            call(input_ids=ids, use_cache=False, **seen_ones)
+            call(**batch.read(row, places), use_cache=False, **seen_ones)
         seen.append(found)
     return {
         name: _joined((found[name] for found in seen), batch)

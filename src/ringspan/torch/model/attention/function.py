@@ -294,5 +294,7 @@ def _has_scale(module: object) -> bool:
 
 def _scaled(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Return queries (B, H, T, D) times the layer's factors for their positions (B, T)."""
+    # Like the model's own code, in float32; a model in float64 has none of that rounding.
+    positions = positions.to(torch.promote_types(torch.float32, query.dtype))
     factors = module.ring_query_scale(positions)[:, None, :, None]
     return (query * factors.to(query.device)).to(query.dtype)
