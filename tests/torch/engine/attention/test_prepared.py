@@ -87,6 +87,9 @@ def test_what_is_refused_is_refused_after_its_equal_was_taken():
         rs.ring_attention(*tensors(), scale=True)
     with pytest.raises(rs.MaskError, match="mask must be a mask"):
         rs.ring_attention(*tensors(), mask=["causal"])
+    rs.ring_attention(*tensors(), sinks=torch.ones(4))
+    with pytest.raises(rs.UnsupportedError, match="sinks is a sparse_coo tensor"):
+        rs.ring_attention(*tensors(), sinks=torch.ones(4).to_sparse())
 
 
 def test_old_preparations_are_forgotten(made, monkeypatch):

@@ -113,8 +113,11 @@ def _alike(
     """Return a key of everything that ``_spec_of`` reads."""
     # Groups that follow each other may have one name.
     place = None if group is None else (group.group_name, group.rank(), group.size())
+    # A tensor of another kind, for example a DTensor, is refused although its sizes fit.
     per_head = [
-        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+        (type(x), x.layout, x.shape, x.dtype, x.device, x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
         for x in (asked.slopes, asked.sinks)
     ]
     return (
