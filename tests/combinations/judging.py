@@ -71,10 +71,7 @@ def judge(pool: Pool, draw: Draw) -> Outcome:
             return _judge_refusal(draw, outcomes, refused)
         if expected := refusals_of(draw):
             return Outcome("not refused", f"should say {expected[0]!r}", {})
-        try:
-            return _compare(draw, then, Path(folder), outcomes)
-        except Exception as error:  # of the model's own code, where it trains alone
-            return Outcome("not on one process", f"{type(error).__name__}: {error}", {})
+        return _compare(draw, then, Path(folder), outcomes)
 
 
 def _is_of_exchange(error: BaseException) -> bool:
@@ -132,9 +129,11 @@ def _judge_refusal(draw: Draw, outcomes: list[Any], refused: list[Refused]) -> O
 
 def _compare(draw: Draw, then: Draw, folder: Path, outcomes: list[Found]) -> Outcome:
     is_packed = draw["trains"] == "QLoRA"  # bitsandbytes computes in float32 at most
-    truth = on_one_process(
-        draw, then, folder, torch.float32 if is_packed else torch.float64
-    )
+    wide = torch.float32 if is_packed else torch.float64
+    try:
+        truth = on_one_process(draw, then, folder, wide)
+    except Exception as error:  # of the model's own code
+        return Outcome("not on one process", f"{type(error).__name__}: {error}", {})
     each = [_errors(draw, found, truth) for found in outcomes]
     worst = {name: max(errors[name] for errors in each) for name in each[0]}
     bounds: dict[str, float]

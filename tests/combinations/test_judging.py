@@ -72,6 +72,18 @@ def test_missing_gradients_and_events_are_no_agreement(tmp_path):
         judge(Answers(changed(found, losses=found.losses[:1])), read(""))
 
 
+def test_a_draw_that_does_not_train_alone_is_told(tmp_path, monkeypatch):
+    found = plain(tmp_path)
+
+    def raising(*_):
+        raise TypeError("where() received None")
+
+    monkeypatch.setattr(judging, "on_one_process", raising)
+    outcome = judge(Answers(found), read(""))
+    assert outcome.kind == "not on one process" and not outcome.is_right
+    assert outcome.said == "TypeError: where() received None"
+
+
 REFUSED = Refused(
     "ConfigError", "offload='activations' moves what checkpointing keeps", 0
 )

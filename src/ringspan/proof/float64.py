@@ -24,6 +24,7 @@ def in_float64(kind: type) -> dict[str, Any]:
 
 @lru_cache
 def _wide(name: str) -> dict[str, Any]:
+    """Run an imported module's code again with float64 in place of float32, and return its names."""
     module = sys.modules[name]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()

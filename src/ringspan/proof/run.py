@@ -184,22 +184,8 @@ def prove_on(
     )
     if asked.weights is not None:
         proof.weights = asked.weights
-        proof.not_tried[0] = (
-            f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"
-        )
-    if left_out:
-        proof.not_tried.insert(0, f"{left_out} further kinds of layers")
-    proof.not_tried += [*untried, *_untried_of(asked), *asked.not_tried]
-    vocabulary = SEEING_VOCABULARY if sees(small) else text_config(small).vocab_size
-    given = batches(
-        mesh["ring"].size(),
-        options.get("folds", 1),
-        vocabulary=vocabulary,
-        tree=asked.tree,
-    )
-    if sees(small):
-        length = given["one sequence"].inputs["input_ids"].shape[1]
-        given[IMAGES] = batch_with_images(small, length)
+    proof.not_tried = [*_not_tried(asked, left_out), *untried, *asked.not_tried]
+    vocabulary, given = _batches(mesh, small, options, tree=asked.tree)
     subject = Subject(
         config=small, adapter=asked.adapter, packed=packed, weights=weights
     )
@@ -212,18 +198,8 @@ def prove_on(
             dtype=dtype,
             parameters=stored,
         )
-        for label, batch in given.items():
-            doing(label if trial.is_exact_dtype else f"{label} in {_name(dtype)}")
-            tried = _try(trial, label, batch, alone)
-            row = tried if isinstance(tried, Row) else tried.row
-            proof.rows.append(row)
-            if wrong is None and not isinstance(tried, Row) and not row.is_exact:
-                wrong = tried
-        if dtype.itemsize >= 4:
-            doing(GENERATION)
-            proof.rows.append(_try_writing(trial, vocabulary))
-        else:
-            proof.not_tried.append(f"generation in {_name(dtype)}")
+        found = _try_all(trial, given, vocabulary, alone, proof, doing)
+        wrong = wrong or found
     if all(row.dtype != "bfloat16" for row in proof.rows):
         proof.not_tried.append("rounding of bfloat16: give --dtype bfloat16")
     if wrong is not None:
@@ -232,6 +208,52 @@ def prove_on(
         _find_place(wrong)
     proof.seconds = time.perf_counter() - started
     return proof
+
+
+def _not_tried(asked: Asked, left_out: int) -> Iterator[str]:
+    """Yield what no trial has, and what this model's small one leaves out."""
+    if left_out:
+        yield f"{left_out} further kinds of layers"
+    size, *others = NOT_TRIED
+    if asked.weights is not None:
+        size = f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"
+    yield size
+    yield from others
+    yield from _untried_of(asked)
+
+
+def _batches(
+    mesh: DeviceMesh, small: PreTrainedConfig, options: dict[str, Any], *, tree: bool
+) -> tuple[int, dict[str, Batch]]:
+    """Return the tokens that batches choose from, and the batches by their names."""
+    vocabulary = SEEING_VOCABULARY if sees(small) else text_config(small).vocab_size
+    given = batches(
+        mesh["ring"].size(), options.get("folds", 1), vocabulary=vocabulary, tree=tree
+    )
+    if sees(small):
+        length = given[_FIRST].inputs["input_ids"].shape[1]
+        given[IMAGES] = batch_with_images(small, length)
+    return vocabulary, given
+
+
+def _try_all(
+    trial: Trial, given: dict[str, Batch], vocabulary: int, alone: _Alone, proof: Proof, doing: Callable[[str], None],
+) -> _Tried | None:  # fmt: skip
+    """Add a row to the proof for each batch and for generation; return the first batch that differs."""
+    wrong = None
+    for label, batch in given.items():
+        doing(label if trial.is_exact_dtype else f"{label} in {_name(trial.dtype)}")
+        tried = _try(trial, label, batch, alone)
+        row = tried if isinstance(tried, Row) else tried.row
+        proof.rows.append(row)
+        if wrong is None and not isinstance(tried, Row) and not row.is_exact:
+            wrong = tried
+    if trial.dtype.itemsize >= 4:
+        doing(GENERATION)
+        proof.rows.append(_try_writing(trial, vocabulary))
+    else:
+        proof.not_tried.append(f"generation in {_name(trial.dtype)}")
+    return wrong
 
 
 def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:

@@ -99,6 +99,7 @@ def _picture(wrong: Row) -> str:
 
 
 def _square(left: float, top: float, position: int, is_wrong: bool) -> str:
+    """Return the square of a position, with a cross if it is wrong, so that colour is not needed to tell."""
     side, colour = _SIDE - 1, _WRONG if is_wrong else _RIGHT
     said = element("title", f"position {position}: {'wrong' if is_wrong else 'right'}")
     parts = [said, element("rect", x=left, y=top, width=side, height=side, fill=colour)]

@@ -77,13 +77,28 @@ def command(
     """
     from ringspan.measure.machine import default_ranks
     from ringspan.torch.runtime.environment import is_rank
-    from ringspan.train.config.step import read_step
 
     _check_dtype(dtype)
     if report is not None:
         check_folder("--report", report)
+    given = _given(settings or [], model, adapter, dtype, weights=weights)
+    nproc = None if is_rank() else default_ranks() if ranks is None else ranks
+    proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
+    if is_first:
+        _show(proof, report, as_json=as_json)
+    if not proof.is_exact:
+        raise typer.Exit(1)
+
+
+def _given(
+    settings: list[str], model: str, adapter: str, dtype: str | None, *, weights: bool
+) -> "Callable[[], tuple[Any, ...]]":
+    """Return a call for the arguments of ``_prove``; raise ConfigError for a model or settings that cannot be read."""
+    from ringspan.torch.runtime.environment import is_rank
+    from ringspan.train.config.step import read_step
+
     folder, given_rank = _adapter(adapter)
-    typed = [*(settings or []), *given_rank]
+    typed = [*settings, *given_rank]
     step = read_step(typed)
     if not model and not step.is_file:
         raise ConfigError(
@@ -96,7 +111,6 @@ def command(
         step = read_step([*typed, f"model.path={json.dumps(model)}"])
     elif model:
         named = _config_of(model)
-    nproc = None if is_rank() else default_ranks() if ranks is None else ranks
 
     def given() -> tuple[Any, ...]:
         if named is None and not is_rank():  # once, before ranks would all raise
@@ -105,16 +119,17 @@ def command(
             load_model_config(step.settings)
         return named, step, dtype, folder, own
 
-    proof, is_first = on_ranks(_prove, given, nproc, forks=("ringspan.proof.run",))
-    if is_first:
-        if as_json:
-            print(json.dumps(proof.as_json()))
-        else:
-            show_proof(proof)
-        if report is not None:
-            _write_page(report, proof)
-    if not proof.is_exact:
-        raise typer.Exit(1)
+    return given
+
+
+def _show(proof: "Proof", report: Path | None, *, as_json: bool) -> None:
+    """Print a proof, and write its page if a folder is given."""
+    if as_json:
+        print(json.dumps(proof.as_json()))
+    else:
+        show_proof(proof)
+    if report is not None:
+        _write_page(report, proof)
 
 
 def _write_page(folder: Path, proof: "Proof") -> None:

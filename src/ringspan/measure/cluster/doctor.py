@@ -85,6 +85,7 @@ _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 def examine(
     ranks: int | None, doing: Callable[[str], None] = lambda what: None
 ) -> dict[str, Any]:
+    """Return the report on this machine: its ranks and links, a model that trains, the host, devices and kernels."""
     ranks = default_ranks() if ranks is None else ranks
     doing(
         f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them"

@@ -19,6 +19,7 @@ def carried(
     """
 
     def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
+        """Checkpoint a layer, whose later runs take the switches and sequences of this one."""
         if not torch.is_grad_enabled():  # nothing is computed again
             return checkpoint(function, *args)
         sequences, as_then = current_pass(), switches.noted()

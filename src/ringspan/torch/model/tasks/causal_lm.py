@@ -89,6 +89,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: object, **kwargs: object) -> object:
+        """Run a pass after all ranks agree on it; mechanisms such as folds may run it in their own way."""
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         asked = asked_in(kwargs)
         with in_pass(self, asked.value):
