@@ -299,7 +299,7 @@ def _gradients(
 ) -> Any:
     *others, spec = rest
     is_last = not torch.is_grad_enabled()
-    run = _backward if is_last and op.runs_plainly() else _backward_op
+    run: Any = _backward if is_last and op.runs_plainly() else _backward_op
     return run(dout, q, latents, rotary, weight, *others, weight.requires_grad, spec)
 
 
