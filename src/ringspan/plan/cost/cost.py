@@ -347,7 +347,7 @@ class _LayerTimes:
             # Sums after attention and after the feed-forward, forward and backward, then the sums of recomputed parts.
             sums=4
             + bool(self.again)
-            + (setting.tokens > setting.feedforward_tokens > 0)
+            + (0 < (setting.feedforward_tokens or 0) < setting.tokens)
             + 2 * (self.made_again + self.first),
             host=2.0 * setting.tokens * self.kept + copied_bytes(kind, setting),
             # Weights are gathered for forward and backward, and to recompute the inputs of a segment: there not for its
