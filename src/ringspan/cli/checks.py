@@ -92,7 +92,7 @@ def check_memory(what: str, num_bytes: int) -> None:
     """Raise ConfigError if ``num_bytes``, a part of the need, exceeds host and device memory together."""
     import torch
 
-    from ringspan.measure.trace.rehearsal import host_memory_bytes
+    from ringspan.torch.runtime.host import host_memory_bytes
 
     has = host_memory_bytes()
     if torch.cuda.is_available():

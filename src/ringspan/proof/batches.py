@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     inputs: dict[str, Tensor]
     parts: tuple[tuple[int, Sequence[int]], ...]
     keeps_padding: bool = False
-    """Whether one process reads whole rows with their padding."""
+    """True if one process reads whole rows with their padding."""
 
     def with_padding(self) -> "Batch":
         """Return the batch for a model whose positions count padding: each row is read whole, with its mask."""

@@ -19,6 +19,7 @@ from ringspan.torch.model.layers.decoder import layers_of
 from ringspan.torch.model.weights.deferred import part, region_of
 from ringspan.torch.model.weights.files import WeightFiles, folder_of
 from ringspan.torch.model.weights.loading import source_of, unread_model
+from ringspan.torch.runtime.host import host_memory_bytes
 
 _NUMBERS: Final = 9
 """Numbers that a rank keeps for each weight: itself, its gradient, moments and a copy, and two outcomes of two each."""
@@ -83,8 +84,7 @@ def refuse_too_large(mesh: DeviceMesh, numbers: int, option: str) -> None:
     """Raise ConfigError on all ranks if the ranks of a host lack the memory for a model of some numbers in float64."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
     needed = numbers * _NUMBERS * torch.float64.itemsize * here
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    has = min(gather_over(mesh, has))
+    has = min(gather_over(mesh, host_memory_bytes()))
     if needed > has:
         raise ConfigError(
             f"{option}: {here} ranks take {needed / 1e9:.0f} GB for {numbers:,} weights in full width, and a host has "

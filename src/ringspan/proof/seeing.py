@@ -18,6 +18,13 @@ _WIDTH: Final = 64
 """Width of a small language model."""
 _TOKENS: Final = 4
 """Tokens of an image."""
+ABOUT_FILES: Final = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
+"""Fields of a config that say how it was saved, and not what is computed."""
 _LAYERS: Final = {"hidden_size": 16, "intermediate_size": 24}
 _CLIP: Final = _LAYERS | {"num_hidden_layers": 2, "num_attention_heads": 2}
 _QWEN: Final = {"depth": 2, "num_heads": 2, "patch_size": 4}
@@ -32,13 +39,11 @@ class Tower(NamedTuple):
     marks: str = ""
     """The argument that marks tokens of images."""
     is_grid: bool = False
-    """Whether images come as patches, with a grid."""
+    """True if images come as patches, with a grid."""
 
 
-_PATCHES: Final = (
-    16,
-    96,
-)  # a grid of 4 x 4 patches of two frames, three colours and 4 x 4 pixels
+# A grid of 4 x 4 patches of two frames, three colours and 4 x 4 pixels.
+_PATCHES: Final = (16, 96)
 _OF_QWEN: Final = {"image": _PATCHES, "marks": "mm_token_type_ids", "is_grid": True}
 TOWERS: Final[dict[str, Tower]] = {
     "llava": Tower(_CLIP | {"image_size": 8, "patch_size": 4}, (3, 8, 8)),
@@ -90,11 +95,11 @@ def small_around(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrained
     tower = TOWERS[config.model_type]
     values = config.to_dict()
     vision = values["vision_config"]
-    kept = {name: value for name, value in vision.items() if name not in _ABOUT}
+    kept = {name: value for name, value in vision.items() if name not in ABOUT_FILES}
     around = {
         name: _id(name, value)
         for name, value in values.items()
-        if name not in (*_ABOUT, "text_config", "vision_config")
+        if name not in (*ABOUT_FILES, "text_config", "vision_config")
     }
     language = text.to_dict()
     if (
@@ -108,9 +113,6 @@ def small_around(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrained
         "vision_config": kept | tower.sizes,
     }
     return type(config)(**around)
-
-
-_ABOUT: Final = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
 
 def _id(name: str, value: Any) -> Any:

@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
 from ringspan.proof.own_code import has_own_code
-from ringspan.proof.seeing import TOWERS, language_layers, sees, small_around
+from ringspan.proof.seeing import (
+    ABOUT_FILES,
+    TOWERS,
+    language_layers,
+    sees,
+    small_around,
+)
 from ringspan.torch.model.layers.decoder import text_config
 from ringspan.torch.model.weights.loading import auto_class
 
@@ -97,14 +103,7 @@ _CHOSEN: Final = (
     "moe_k",
     "moe_topk",
 )
-_ABOUT_FILES: Final = (
-    "architectures",
-    "auto_map",
-    "quantization_config",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-)
+_LEFT_OUT: Final = (*ABOUT_FILES, "auto_map", "quantization_config")
 _DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
 _NO_LOSS: Final = ("output_router_logits",)  # one process would add an auxiliary loss
 _IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -143,7 +142,7 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
         )
     kinds = _kinds(_on_meta(config))
     values = text.to_dict()
-    for field in _ABOUT_FILES:
+    for field in _LEFT_OUT:
         values.pop(field, None)
     try:
         kept = _first_of_each(kinds)

@@ -35,7 +35,7 @@ class Outcome:
     """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
     counts_padding: bool = False
-    """Whether the model's positions count padding on the left, so that one process has to read it too."""
+    """True if the model's positions count padding on the left, so that one process has to read it too."""
 
 
 def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> Outcome:
@@ -71,9 +71,9 @@ def _logits(
     call: Callable[..., Any], batch: Batch, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield the logits (1, T, V) of each part of a batch."""
+    media = _floats_in(batch.seen, dtype)
     for row, places in batch.parts:
-        seen = _floats_in(batch.seen, dtype)
-        yield call(**batch.read(row, places), use_cache=False, **seen).logits
+        yield call(**batch.read(row, places), use_cache=False, **media).logits
 
 
 def _targets(batch: Batch) -> Iterator[Tensor]:
@@ -199,10 +199,10 @@ def layers_alone(
     """Return the hidden states (B, S, C) after every part of every layer, of plain transformers."""
     model = trial.make(dtype)
     call, seen = _caller(model, trial, dtype), list[dict[str, Tensor]]()
+    media = _floats_in(batch.seen, dtype or trial.dtype)
     for row, places in batch.parts:
         with torch.no_grad(), _watching(model) as found:
-            seen_ones = _floats_in(batch.seen, dtype or trial.dtype)
-            call(**batch.read(row, places), use_cache=False, **seen_ones)
+            call(**batch.read(row, places), use_cache=False, **media)
         seen.append(found)
     return {
         name: _joined((found[name] for found in seen), batch)

@@ -255,7 +255,7 @@ def tried(mesh: DeviceMesh, fault: str | None) -> Trial:
                 lambda a, b, out=None: out if out is not None else a,
             )
         if fault == "raises":
-            patch.setattr(trial, "_model", lambda _: 1 / 0)
+            patch.setattr(trial, "small_llama", lambda _: 1 / 0)
         return trial.try_training(mesh)
 
 

@@ -48,7 +48,6 @@ from ringspan.measure.machine import (
     num_cores,
     package_version,
 )
-from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch.engine import kernels
 from ringspan.torch.engine.attention.arguments import check_tensors
@@ -56,6 +55,7 @@ from ringspan.torch.engine.attention.op import ring_attention
 from ringspan.torch.engine.kernels.contract import Scores
 from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.runtime.dtypes import dtype_named
+from ringspan.torch.runtime.host import host_memory_bytes
 from ringspan.torch.runtime.launch import join, launch, local_device
 from ringspan.torch.runtime.mesh import make_mesh, set_timeout
 from ringspan.torch.runtime.requirements import pip_command, shown, supported

@@ -4,8 +4,8 @@ import time
 from typing import Any, Final
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from ringspan.measure.cluster.trial import small_llama
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import make_mesh
@@ -37,19 +37,9 @@ def _step_seconds(layers: int) -> float:
     """Return the seconds of the quickest forward and backward pass of a model with so many layers, on one rank."""
     device = local_device()
     mesh = make_mesh(device.type, 1, 1, 1)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=_TOKENS,
+    model: Any = parallelize(
+        small_llama(_TOKENS, layers), mesh, checkpoint="none", watchdog=False
     )
-    with torch.random.fork_rng(devices=[]):
-        model: Any = parallelize(
-            LlamaForCausalLM(config), mesh, checkpoint="none", watchdog=False
-        )
     ids = torch.randint(
         0, 256, (1, _TOKENS), generator=torch.Generator().manual_seed(0)
     )

@@ -55,9 +55,9 @@ def _worst_error(mesh: DeviceMesh) -> float:
         0, 256, (1, length), generator=torch.Generator().manual_seed(0)
     ).to(device)
     batch = {"input_ids": ids, "labels": ids}
-    alone: Any = _model(length)
+    alone: Any = small_llama(length)
     expected = _losses(alone.to(device), batch)
-    model = parallelize(_model(length), mesh, watchdog=False)
+    model = parallelize(small_llama(length), mesh, watchdog=False)
     found = _losses(model, shard_batch(batch, mesh))
     error = ((found - expected) / expected).abs().amax()
     error = torch.where(error.isnan(), torch.inf, error)
@@ -65,14 +65,15 @@ def _worst_error(mesh: DeviceMesh) -> float:
     return float(error)
 
 
-def _model(length: int) -> LlamaForCausalLM:
+def small_llama(length: int, layers: int = 2) -> LlamaForCausalLM:
+    """Make a Llama that computes next to nothing, with the same weights each time."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=length,

@@ -1,6 +1,5 @@
 """One rank of many on one device: real tensors, kernels and buffers, made-up neighbours, meaningless losses."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +34,7 @@ from ringspan.torch.engine.transport.protocol import (
 )
 from ringspan.torch.model.layers.decoder import layers_of
 from ringspan.torch.runtime.dtypes import dtype_named
+from ringspan.torch.runtime.host import host_memory_bytes
 from ringspan.torch.runtime.launch import local_device
 
 _TIMED_STEPS: Final = 3
@@ -127,10 +127,6 @@ def _refuse_more_than(
         raise ConfigError(
             f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}"
         )
-
-
-def host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def rehearse(

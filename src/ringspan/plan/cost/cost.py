@@ -153,12 +153,14 @@ def step_cost(
     local = shape.split(setting.tp)
     kinds = local.counted(local.layers)
     parts: list[tuple[int, _Time]] = []
+    launches = 0.0
     for repeats, is_last in (step for step in steps if step[0]):
         times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
         parts.append((repeats, times.root()))
         if shape.towers:
             parts.append((repeats, times.towers()))
         parts += [(repeats * count, times.layer(kind)) for kind, count in kinds.items()]
+        launches += repeats * sum(kinds.values()) * times.launches
 
     rows = ([count * cost for cost in vars(part).values()] for count, part in parts)
     total = _Time(*map(sum, zip(*rows, strict=True)))
@@ -172,13 +174,6 @@ def step_cost(
             + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
         )
         total = replace(total, seconds=seconds, host_bytes=total.host_bytes + copied)
-    launches = sum(
-        repeats
-        * sum(kinds.values())
-        * _passes(setting)
-        * (1 + _HOP_SHARE * (setting.ring // setting.way.ulysses - 1))
-        for repeats, _ in steps
-    )
     launch_seconds = launches * device.launch_seconds
     busy_seconds = total.seconds
     total = replace(total, seconds=max(busy_seconds, launch_seconds))
@@ -194,13 +189,6 @@ def step_cost(
         else 0.0,
         **vars(total),
     )
-
-
-def _passes(setting: Setting) -> float:
-    """Return how often a layer is launched in a micro-step: forward, recomputation and backward of each fold."""
-    again = float(setting.checkpoint != "none")
-    made_again = 1 - 1 / setting.layers_per_checkpoint
-    return setting.folds * (2 + again + made_again + (setting.folds > 1))
 
 
 class _LayerTimes:
@@ -238,6 +226,13 @@ class _LayerTimes:
         self.again = setting.checkpoint != "none"
         self.attention_again = setting.checkpoint == "full"
         self.made_again = 1 - 1 / setting.layers_per_checkpoint
+
+    @property
+    def launches(self) -> float:
+        """Passes of a layer that the host launches: forward, recomputation and backward of each fold, with all hops."""
+        passes = 2 + self.again + self.made_again + self.first
+        hops = self.setting.ring // self.setting.way.ulysses
+        return self.setting.folds * passes * (1 + _HOP_SHARE * (hops - 1))
 
     def matrices(self, weights: float) -> float:
         """Return the seconds of multiplying a rank's tokens with ``weights`` weights once."""

@@ -17,6 +17,7 @@ from ringspan.core.messages.units import shown_bytes
 from ringspan.core.names import WEIGHTS_NAMES
 from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.memory.sharding import kept_whole
+from ringspan.torch.runtime.host import host_memory_bytes
 
 # Share of the free memory that whole weights may take; a chunk's activations need the rest.
 _SPARE: Final = 0.9
@@ -98,4 +99,4 @@ def _free_host_bytes() -> int:
                 if line.startswith("MemAvailable")
             )
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return host_memory_bytes()

@@ -19,8 +19,7 @@ KEYS: Final[dict[str, str]] = {
     "model.trust_remote_code": MODEL,
     "model.tokenizer": BESIDE,
     "model.compile": STEP,
-    **dict.fromkeys(("data.shared_prefix",), BATCH),
-    **dict.fromkeys(("data.documents",), BATCH),
+    **dict.fromkeys(("data.shared_prefix", "data.documents"), BATCH),
     **dict.fromkeys(("data.messages", "data.balance"), NAMED),
     **dict.fromkeys(("data.paths", "data.text_field", "data.hub_split"), BESIDE),
     **dict.fromkeys(("data.extensions", "data.eval_fraction"), BESIDE),
@@ -76,7 +75,7 @@ class AskedStep:
     options: dict[str, Any]
     not_tried: tuple[str, ...]
     is_file: bool
-    """Whether a file named the model."""
+    """True if a file named the model."""
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringspan as rs
+from ringspan.core.remembered import Remembered
 from ringspan.torch.engine.attention import prepared, request
 
 
@@ -20,8 +21,8 @@ def tensors(tokens=16, dtype=torch.float32):
 def made(monkeypatch):
     """The passes and specs that are made from here on."""
     names = []
-    monkeypatch.setattr(prepared, "_known", {})
-    monkeypatch.setattr(request, "_known", {})
+    monkeypatch.setattr(prepared, "_known", Remembered(100))
+    monkeypatch.setattr(request, "_known", Remembered(100))
     prepare, spec_of = prepared._prepare, request._spec_of
 
     def noted_pass(what, *rest):
@@ -93,8 +94,8 @@ def test_what_is_refused_is_refused_after_its_equal_was_taken():
 
 
 def test_old_preparations_are_forgotten(made, monkeypatch):
-    monkeypatch.setattr(prepared, "_MOST", 2)
-    monkeypatch.setattr(request, "_MOST", 2)
+    monkeypatch.setattr(prepared, "_known", Remembered(2))
+    monkeypatch.setattr(request, "_known", Remembered(2))
     for tokens in (4, 8, 12, 4):
         with torch.no_grad():
             rs.ring_attention(*tensors(tokens))

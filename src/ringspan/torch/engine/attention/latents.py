@@ -121,7 +121,7 @@ def latent_attention(request: Request, weight: Tensor) -> Tensor:
         raise UnsupportedError(
             "slopes are not applied to keys that are expanded from latents; leave them out"
         )
-    text = str(spec) if torch.compiler.is_compiling() else spec.text
+    text = op.text_of(spec)
     out, _ = _attention(q, latents, rotary, weight, request.sinks, text)
     return out
 
@@ -298,8 +298,7 @@ def _gradients(
     dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *rest: Any
 ) -> Any:
     *others, spec = rest
-    is_last = not torch.is_grad_enabled()
-    run: Any = _backward if is_last and op.runs_plainly() else _backward_op
+    run = op.last_of(_backward, _backward_op)
     return run(dout, q, latents, rotary, weight, *others, weight.requires_grad, spec)
 
 

@@ -126,10 +126,13 @@ def ring_attention(
 def attend_to(request: Request) -> Tensor:
     """Compute ``ring_attention`` with the arguments of a request."""
     q, k, v, spec = checked(request)
-    # A program has the text as a constant; elsewhere it is made once for all layers.
-    text = str(spec) if torch.compiler.is_compiling() else spec.text
-    out, _ = _attention(q, k, v, request.sinks, request.slopes, text)
+    out, _ = _attention(q, k, v, request.sinks, request.slopes, text_of(spec))
     return out
+
+
+def text_of(spec: AttentionSpec) -> str:
+    """Return a spec as an operator takes it: a constant of a program; elsewhere made once for all layers."""
+    return str(spec) if torch.compiler.is_compiling() else spec.text
 
 
 def _forward(
@@ -189,9 +192,7 @@ _backward_op: Final = torch.library.custom_op(
 
 def attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the operator's gradients of q, k, v and sinks; the inputs are ``_backward``'s."""
-    # Another derivative would be asked of the operator, which refuses it.
-    is_last = not torch.is_grad_enabled()
-    return (_backward if is_last and runs_plainly() else _backward_op)(*inputs)
+    return last_of(_backward, _backward_op)(*inputs)
 
 
 def attend_forward(
@@ -231,6 +232,14 @@ def runs_plainly() -> bool:
         return False
     has_modes = torch._C._len_torch_dispatch_stack()  # pyright: ignore
     return not has_modes and not is_transformed()
+
+
+def last_of(code: Callable[..., Any], operator: CustomOpDef) -> Callable[..., Any]:
+    """Return what computes a gradient: an operator's own code, unless something looks at operators.
+
+    Another derivative would be asked of the operator, which refuses it.
+    """
+    return code if not torch.is_grad_enabled() and runs_plainly() else operator
 
 
 class Gradient(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
+from ringspan.core.remembered import Remembered
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch.engine.attention.part import Ring, num_head_groups
@@ -81,7 +82,7 @@ class Prepared:
         return ring, ulysses
 
 
-_known: Final[dict[Hashable, Prepared]] = {}
+_known: Final[Remembered[Hashable, Prepared]] = Remembered(_MOST)
 
 
 def prepared(
@@ -111,8 +112,6 @@ def prepared(
     if found is None:
         found = _prepare(what, place, q, k, v, spec, threads, has_slopes, has_sinks)
         _known[key] = found
-        if len(_known) > _MOST:
-            _known.pop(next(iter(_known)), None)
     return found
 
 

@@ -24,6 +24,7 @@ from ringspan.core.names import (
     LayoutName,
     find_name,
 )
+from ringspan.core.remembered import Remembered
 from ringspan.core.schedule.choice import Choice, choose_route
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.timing import Speeds
@@ -70,8 +71,7 @@ class Request(NamedTuple):
         return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
 
 
-_MOST: Final = 256
-_known: Final[dict[Hashable, AttentionSpec]] = {}
+_known: Final[Remembered[Hashable, AttentionSpec]] = Remembered(256)
 
 
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
@@ -102,8 +102,6 @@ def _known_spec(
         spec = None
     if spec is None:
         spec = _known[alike] = _spec_of(asked, group, q, k, v)
-        if len(_known) > _MOST:
-            _known.pop(next(iter(_known)), None)
     return spec
 
 

@@ -1,10 +1,10 @@
 """Agreement of a group's ranks before any message, and each group's shared-memory queues."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, Never, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch, UnsupportedError
+from ringspan.core.remembered import Remembered
 from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.engine.transport.queue import SharedQueues
 from ringspan.torch.runtime.mesh import timeout_seconds
@@ -25,7 +26,9 @@ OF_BATCH: Final = frozenset(
 
 @dataclass
 class _Group:
-    known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
+    known: Remembered[tuple[Any, ...], None] = field(
+        default_factory=partial(Remembered, _KNOWN_FACTS)
+    )
     # Agreed facts without those ``OF_BATCH``.
     others: set[tuple[Any, ...]] = field(default_factory=set)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -77,8 +80,6 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     here.others.add(others)
     # All ranks forget the same facts, since they agree on the order.
     here.known[key] = None
-    if len(here.known) > _KNOWN_FACTS:
-        here.known.popitem(last=False)
 
 
 @contextmanager
