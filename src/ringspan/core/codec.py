@@ -1,10 +1,16 @@
 """Encodings of keys and values for sending, in bytes; ``ringspan.torch.engine.attention.encoding`` has their code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import COMM_DTYPE_NAMES, CommDtypeName, find_name
+from ringspan.core.names import (
+    COMM_DTYPE_NAMES,
+    GRADIENT_COMM_DTYPE_NAMES,
+    CommDtypeName,
+    GradientCommDtypeName,
+    find_name,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,16 @@ class Codec:
     @property
     def is_exact(self) -> bool:
         return self.itemsize is None
+
+    @property
+    def option(self) -> str:
+        """The option that asks for it, as messages name it."""
+        return f"comm_dtype={self.name!r}"
+
+    @property
+    def as_argument(self) -> dict[str, str]:
+        """The option as a keyword's name and value."""
+        return {"comm_dtype": self.name}
 
     def sent_itemsize(self, itemsize: int) -> int:
         """Return the bytes of a sent number that is computed in ``itemsize``, without the few factors."""
@@ -44,3 +60,44 @@ def codec(comm_dtype: str) -> Codec:
     """Return the encoding of a ``comm_dtype``; UnsupportedError for an unknown one."""
     name = find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
     return _CODECS[name]
+
+
+class Sent(NamedTuple):
+    """Encodings of one attention's tensors in messages: the options ``comm_dtype`` and ``gradient_comm_dtype`` of an operator."""
+
+    keys: CommDtypeName = "exact"
+    """Of keys and values."""
+    gradients: GradientCommDtypeName = "exact"
+    """Of dk and dv; exact is float32."""
+
+    @property
+    def text(self) -> str:
+        """The names as one word, which ``parse`` reads."""
+        return f"{self.keys},{self.gradients}"
+
+    @staticmethod
+    def parse(text: str) -> "Sent":
+        return Sent(*text.split(","))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def codec(self) -> Codec:
+        """The encoding of keys and values; UnsupportedError for an unknown one."""
+        return codec(self.keys)
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """True if dk and dv are sent as bfloat16."""
+        return self.gradients == "bfloat16"
+
+    def check(self) -> None:
+        """Raise UnsupportedError for a name that no encoding has."""
+        codec(self.keys)
+        find_name(
+            "gradient_comm_dtype",
+            self.gradients,
+            GRADIENT_COMM_DTYPE_NAMES,
+            UnsupportedError,
+        )
+
+
+UNCHANGED: Final = Sent()

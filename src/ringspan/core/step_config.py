@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringspan.core.codec import Codec, codec
+from ringspan.core.codec import Codec, Sent
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.folds import check_folds
 from ringspan.core.names import (
@@ -43,7 +43,12 @@ class StepConfig:
     @cached_property
     def sent_as(self) -> Codec:
         """The encoding of keys and values in messages; UnsupportedError for an unknown ``comm_dtype``."""
-        return codec(self.comm_dtype)
+        return self.sent.codec
+
+    @cached_property
+    def sent(self) -> Sent:
+        """Encodings of attention's tensors in messages."""
+        return Sent(self.comm_dtype)
 
 
 def check_beside_folds(config: StepConfig) -> None:

@@ -96,11 +96,7 @@ def python_call(setting: Setting) -> str:
 
 def _sent(setting: Setting) -> dict[str, Any]:
     sent = {"layout": setting.layout, "route": setting.route}
-    return (
-        sent
-        if setting.comm_dtype == "exact"
-        else sent | {"comm_dtype": setting.comm_dtype}
-    )
+    return sent if setting.sent_as.is_exact else sent | setting.sent_as.as_argument
 
 
 def _kept(setting: Setting) -> dict[str, Any]:

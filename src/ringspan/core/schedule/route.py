@@ -96,7 +96,7 @@ class Route:
         """Raise UnsupportedError for encoded keys and values on a route that sends queries."""
         if self.passes_queries and not sent.is_exact:
             raise UnsupportedError(
-                f"comm_dtype {sent.name!r} is for keys and values, which stay where they are on the route pass-q; "
+                f"{sent.option} is for keys and values, which stay where they are on the route pass-q; "
                 "use 'exact'"
             )
 

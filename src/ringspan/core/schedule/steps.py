@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
+from ringspan.core.codec import UNCHANGED, Sent
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
 from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch
@@ -34,7 +35,7 @@ class Part:
     tokens: int = 0
     key_tokens: int = 0
     kernel: Kernel | None = None
-    gradient_comm_dtype: str = "exact"
+    sent: Sent = UNCHANGED
     head_groups: int = 1
     kv_itemsize: int | None = None
     in_place: bool = True

@@ -168,7 +168,7 @@ class Walk:
         return (
             token,
             self.shape.kv_numbers * _BFLOAT16
-            if self.part.gradient_comm_dtype == "bfloat16"
+            if self.part.sent.rounds_gradients
             else token,
         )
 

@@ -139,9 +139,7 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         )
     if shape.has_index and (setting.folds > 1 or not setting.sent_as.is_exact):
         option = (
-            f"folds={setting.folds}"
-            if setting.folds > 1
-            else f"comm_dtype={setting.comm_dtype!r}"
+            f"folds={setting.folds}" if setting.folds > 1 else setting.sent_as.option
         )
         raise UnsupportedError(
             f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out"

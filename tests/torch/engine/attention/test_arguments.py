@@ -393,7 +393,7 @@ def test_distributed_tensors_are_refused(pool):
         (
             {"comm_dtype": "int8", "route": "pass-q"},
             rs.UnsupportedError,
-            "comm_dtype 'int8' is for keys and values",
+            "comm_dtype='int8' is for keys and values",
         ),
         (
             {"gradient_comm_dtype": "int8"},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringspan as rs
-from ringspan.core.codec import codec
+from ringspan.core.codec import Sent, codec
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import (
     COMM_DTYPE_NAMES,
@@ -227,8 +227,7 @@ def both(part, loop, arguments, kernel, **options):
     """What a pass of one rank logs and holds at most beside its results: by the loop, and by the events."""
     tracker, exchange, calls = MemoryTracker(), Alone(), []
     codes = {
-        "comm_dtype": part.shape.sent_as.name,
-        "gradient_comm_dtype": part.gradient_comm_dtype,
+        "sent": Sent(part.shape.sent_as.name, part.sent.gradients),
     }
     spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
     mine = Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
@@ -356,7 +355,7 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
         tokens,
         key_tokens,
         head_groups=head_groups,
-        gradient_comm_dtype=gradient_comm_dtype,
+        sent=Sent(gradients=gradient_comm_dtype),
         in_place=in_place,
     )
     dout, q, k, v, out, lse = numbers(shape, tokens, key_tokens, dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.core import reference
+from ringspan.core.codec import Sent
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule import workspace
 from ringspan.core.schedule.route import Route, member_heads
@@ -186,8 +187,7 @@ class Problem:
             padding=layout.padded_length - layout.length,
             key_padding=keys.padded_length - keys.length,
             route=route,
-            comm_dtype=comm_dtype,
-            gradient_comm_dtype=gradient_comm_dtype,
+            sent=Sent(comm_dtype, gradient_comm_dtype),
             kernel=kernel,
         )
 

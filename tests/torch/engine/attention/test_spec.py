@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core import names
+from ringspan.core.codec import Sent
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from tests.core.strategies import masks
 from tests.fuzz import examples
@@ -30,8 +31,11 @@ counts = st.integers(0, 1 << 40)
         padding=counts,
         key_padding=counts,
         route=st.sampled_from(["ring", "double-ring:4", "ulysses:2+all-gather"]),
-        comm_dtype=st.sampled_from(names.COMM_DTYPE_NAMES),
-        gradient_comm_dtype=st.sampled_from(names.GRADIENT_COMM_DTYPE_NAMES),
+        sent=st.builds(
+            Sent,
+            st.sampled_from(names.COMM_DTYPE_NAMES),
+            st.sampled_from(names.GRADIENT_COMM_DTYPE_NAMES),
+        ),
         kernel=st.sampled_from(names.KERNEL_NAMES),
         group=st.text(),
     )

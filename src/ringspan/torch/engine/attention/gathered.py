@@ -1,7 +1,7 @@
 """Passes that fetch all n keys of their rows at once: a row is computed once, without merges between ranks.
 
 Groups of heads run in turn: the next group's keys travel while this one computes; in backward a group's key gradients
-go straight to their owners, in float32 or as ``gradient_comm_dtype`` says.
+go straight to their owners, in float32 or rounded as the request says.
 """
 
 from collections.abc import Callable, Iterator

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
+from ringspan.core.codec import Sent
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
@@ -116,8 +117,7 @@ def ring_attention(
         slopes=slopes,
         sinks=sinks,
         route=route,
-        comm_dtype=comm_dtype,
-        gradient_comm_dtype=gradient_comm_dtype,
+        sent=Sent(comm_dtype, gradient_comm_dtype),
         kernel=kernel,
     )
     return attend_to(request)

@@ -105,7 +105,7 @@ class Ring:
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return (
             torch.bfloat16
-            if self.spec.gradient_comm_dtype == "bfloat16"
+            if self.spec.sent.rounds_gradients
             else accumulation_dtype(dtype)
         )
 

@@ -132,7 +132,7 @@ def _prepare(
         "keys' layout": keys.fingerprint,
         "mask": spec.mask,
         "route": spec.route,
-        "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
+        "sent": f"{spec.sent_as.option}, gradients {spec.sent.gradients}",
         "scores": f"scale {spec.scale}, softcap {spec.softcap}",
         "slopes": has_slopes,
         "sinks": has_sinks,

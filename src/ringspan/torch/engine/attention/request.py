@@ -12,18 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.arguments import check_scores, find_layouts, find_mask
-from ringspan.core.codec import Codec, codec
-from ringspan.core.errors import LayoutError, UnsupportedError
+from ringspan.core.codec import UNCHANGED, Codec, Sent
+from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import (
-    GRADIENT_COMM_DTYPE_NAMES,
-    CommDtypeName,
-    GradientCommDtypeName,
-    KernelName,
-    LayoutName,
-    find_name,
-)
+from ringspan.core.names import KernelName, LayoutName
 from ringspan.core.remembered import Remembered
 from ringspan.core.schedule.choice import Choice, choose_route
 from ringspan.core.schedule.route import Route, member_heads
@@ -60,8 +53,7 @@ class Request(NamedTuple):
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     route: str = "ring"
-    comm_dtype: CommDtypeName = "exact"
-    gradient_comm_dtype: GradientCommDtypeName = "exact"
+    sent: Sent = UNCHANGED
     kernel: KernelName = "auto"
 
     def of_rows(self, rows: slice | Tensor) -> "Request":
@@ -131,8 +123,7 @@ def _alike(
         type(asked.softcap),
         asked.softcap,
         asked.route,
-        asked.comm_dtype,
-        asked.gradient_comm_dtype,
+        asked.sent,
         asked.kernel,
     )
 
@@ -142,13 +133,8 @@ def _spec_of(
 ) -> AttentionSpec:
     """Return the spec of tensors in the dtype that autocast gives them; raise like ``ring_attention``."""
     check_tensors(q, k, v)
-    sent = codec(asked.comm_dtype)
-    find_name(
-        "gradient_comm_dtype",
-        asked.gradient_comm_dtype,
-        GRADIENT_COMM_DTYPE_NAMES,
-        UnsupportedError,
-    )
+    asked.sent.check()
+    sent = asked.sent.codec
     check_name(asked.kernel)
     check_scores(asked.scale, asked.softcap)
     check_heads(q, asked.slopes, asked.sinks)
@@ -178,8 +164,7 @@ def _spec_of(
         mask=mask.spec,
         **_layout_options(layout, keys),
         route=route,
-        comm_dtype=asked.comm_dtype,
-        gradient_comm_dtype=asked.gradient_comm_dtype,
+        sent=asked.sent,
         kernel=asked.kernel,
         group=group.group_name if group is not None else "",
     )

@@ -4,11 +4,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Final
 
-from ringspan.core.codec import Codec, codec
+from ringspan.core.codec import UNCHANGED, Codec, Sent
 from ringspan.core.geometry.layout import CustomLayout, Layout
-from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName
+from ringspan.core.names import KernelName
 
-_NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_padding": int}
+_READERS: Final = {
+    "scale": float,
+    "softcap": float,
+    "padding": int,
+    "key_padding": int,
+    "sent": Sent.parse,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,7 @@ class AttentionSpec:
     """Non-token positions at the end of the padded keys."""
     route: str = "ring"
     """Never ``auto``."""
-    comm_dtype: CommDtypeName = "exact"
-    gradient_comm_dtype: GradientCommDtypeName = "exact"
+    sent: Sent = UNCHANGED
     kernel: KernelName = "auto"
     group: str = ""
     """Name of the process group in torch's functional collectives; empty for a single process."""
@@ -41,8 +46,8 @@ class AttentionSpec:
         return (
             f"scale={self.scale!r} softcap={self.softcap!r} mask={self.mask} layout={self.layout} "
             f"key_layout={self.key_layout} "
-            f"padding={self.padding} key_padding={self.key_padding} route={self.route} comm_dtype={self.comm_dtype} "
-            f"gradient_comm_dtype={self.gradient_comm_dtype} kernel={self.kernel} group={self.group}"
+            f"padding={self.padding} key_padding={self.key_padding} route={self.route} sent={self.sent.text} "
+            f"kernel={self.kernel} group={self.group}"
         )
 
     @cached_property
@@ -53,7 +58,7 @@ class AttentionSpec:
     @cached_property
     def sent_as(self) -> Codec:
         """The encoding of keys and values in messages."""
-        return codec(self.comm_dtype)
+        return self.sent.codec
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -64,7 +69,7 @@ class AttentionSpec:
             for part in text.split(" ", len(fields(AttentionSpec)) - 1)
         )
         return AttentionSpec(
-            **{name: _NUMBERS.get(name, str)(value) for name, _, value in parts}
+            **{name: _READERS.get(name, str)(value) for name, _, value in parts}
         )
 
     def layouts(

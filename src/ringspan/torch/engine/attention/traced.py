@@ -34,7 +34,7 @@ def layer_attention(
         softcap=asked.softcap or 0.0,
         layout=layout,
         route=asked.route,
-        comm_dtype=asked.comm_dtype,
+        sent=asked.sent,
         kernel=asked.kernel,
         group=group.group_name,
     )
@@ -146,8 +146,7 @@ def _attentions(
             softcap=asked.softcap or None,
             sinks=sinks,
             route=asked.route,
-            comm_dtype=asked.comm_dtype,
-            gradient_comm_dtype=asked.gradient_comm_dtype,
+            sent=asked.sent,
             kernel=asked.kernel,
         )
         *_, full = checked(request)

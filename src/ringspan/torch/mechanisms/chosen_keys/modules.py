@@ -154,9 +154,9 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
         raise UnsupportedError(
             f"compile={config.compile!r}: {name} among those of all ranks; use compile=False"
         )
-    if config.comm_dtype != "exact":
+    if not config.sent_as.is_exact:
         raise UnsupportedError(
-            f"comm_dtype={config.comm_dtype!r}: {name}, and other keys would win; use exact"
+            f"{config.sent_as.option}: {name}, and other keys would win; use exact"
         )
     if config.kernel not in ("auto", "eager"):
         raise UnsupportedError(

@@ -126,7 +126,7 @@ def register_attention(
             slopes=alibi_slopes,
             sinks=s_aux,
             route=config.route,
-            comm_dtype=config.comm_dtype,
+            sent=config.sent,
             kernel=config.kernel,
         )
         if turn is not None:
