@@ -20,7 +20,8 @@ import ringspan as rs
 from ringspan.measure.machine import describe_machine
 from ringspan.plan.model.configs import from_config
 from ringspan.proof.float64 import in_float64_of
-from ringspan.torch.model.layers.decoder import STATEFUL_LAYERS, has_index, text_config
+from ringspan.torch.model.layers.decoder import STATEFUL_LAYERS, text_config
+from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
@@ -97,6 +98,11 @@ def _one_process(
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach(), "logits": logits.detach(), "gradients": gradients}
+
+
+def has_index(config: Any) -> bool:
+    """Return True if layers of a text's config choose their keys by an index."""
+    return family_of(config).has_own_layers(config)
 
 
 def widened(model: Any) -> Any:

@@ -64,6 +64,6 @@ def test_a_model_with_an_index_is_named():
     shape = from_config(config("glm_moe_dsa").to_dict(), "indexed")
     with pytest.raises(
         UnsupportedError,
-        match=r"--group 4: indexed chooses its keys by an index.*leave --group out",
+        match=r"indexed: --group 4 does not go with .* an index.*leave --group out",
     ):
         compare_group(replace(question(), shape=shape), 4, 1000, 100)

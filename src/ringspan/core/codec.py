@@ -63,7 +63,7 @@ def codec(comm_dtype: str) -> Codec:
 
 
 class Sent(NamedTuple):
-    """Encodings of one attention's tensors in messages: the options ``comm_dtype`` and ``gradient_comm_dtype`` of an operator."""
+    """Encodings of one attention's tensors in messages: an operator's ``comm_dtype`` and ``gradient_comm_dtype``."""
 
     keys: CommDtypeName = "exact"
     """Of keys and values."""

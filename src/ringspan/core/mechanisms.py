@@ -48,14 +48,15 @@ CONFLICTS: Final[Mapping[frozenset[str], Conflict]] = {
 }
 
 
-def refuse_pairs(found: Mapping[str, str], whose: str) -> None:
+def refuse_pairs(found: Mapping[str, str], whose: str, remedy: str = "") -> None:
     """Raise UnsupportedError if two mechanisms that were found do not go together.
 
-    ``found`` describes each by its name, for the error: ``{FOLDS: "folds=2"}``; ``whose`` is the model or batch.
+    ``found`` describes each by its name, for the error: ``{FOLDS: "folds=2"}``; ``whose`` is the model or batch;
+    ``remedy`` takes the place of the pair's own.
     """
-    for pair, (reason, remedy) in CONFLICTS.items():
+    for pair, (reason, usual) in CONFLICTS.items():
         one, other = (name for name in NAMES if name in pair)
         if found.get(one) and found.get(other):
             raise UnsupportedError(
-                f"{whose}: {found[other]} does not go with {found[one]}, since {reason}; {remedy}"
+                f"{whose}: {found[other]} does not go with {found[one]}, since {reason}; {remedy or usual}"
             )

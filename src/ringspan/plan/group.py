@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layer_mask import CAUSAL
 from ringspan.core.geometry.tree import Tree
+from ringspan.core.mechanisms import TREES, refuse_pairs
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.documents import compare_layouts
 from ringspan.plan.planner import make_plan
@@ -30,11 +31,11 @@ def compare_group(
         raise ConfigError(
             f"--group {group}: at most {MOST['batch']:,} answers of {MOST['length']:,} tokens, prompt and all"
         )
-    if question.shape.has_index:
-        raise UnsupportedError(
-            f"--group {group}: {question.shape.name} chooses its keys by an index, which takes no tree of "
-            "answers; leave --group out, and plan rows of prompt and answer by --length and --batch"
-        )
+    refuse_pairs(
+        question.shape.mechanisms | {TREES: f"--group {group}"},
+        question.shape.name,
+        "leave --group out, and plan rows of prompt and answer by --length and --batch",
+    )
     answer = make_plan(
         replace(question, length=prompt + completion, batch=group * question.batch)
     )

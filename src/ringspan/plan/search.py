@@ -157,8 +157,7 @@ def layouts(ring: int) -> tuple[LayoutName, ...]:
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     if question.route != AUTO:
         return (question.route,)
-    # Keys that an index chooses come straight from all ranks, whatever the route.
-    if question.shape.has_index:
+    if question.shape.takes_keys_from_all:
         return ("ring",)
     # Folds do not go with Ulysses groups.
     if setting.ring == 1 or question.folds != 1:

@@ -7,6 +7,7 @@ from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
+from ringspan.core.mechanisms import FOLDS, refuse_pairs
 from ringspan.core.names import (
     ChunkTokens,
     LayoutName,
@@ -133,16 +134,12 @@ def dtype_bytes(name: str) -> int:
 def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse options as ``parallelize`` does (ConfigError), and routes or tp that ranks and heads rule out."""
     check_beside_folds(setting)
-    if setting.folds > 1 and shape.sees:
+    if setting.folds > 1:
+        folds = {FOLDS: f"folds={setting.folds}"}
+        refuse_pairs(shape.mechanisms | folds, shape.name)
+    if shape.takes_keys_from_all and not setting.sent_as.is_exact:
         raise UnsupportedError(
-            f"folds={setting.folds}: {shape.name} has towers that see or hear, which folds do not take yet; use folds=1"
-        )
-    if shape.has_index and (setting.folds > 1 or not setting.sent_as.is_exact):
-        option = (
-            f"folds={setting.folds}" if setting.folds > 1 else setting.sent_as.option
-        )
-        raise UnsupportedError(
-            f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out"
+            f"{setting.sent_as.option}: {shape.name} chooses its keys by an index, and other keys would win; use exact"
         )
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)

@@ -30,7 +30,7 @@ from ringspan.plan.model.layers import (
     run_layers,
 )
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.mechanisms.chosen_keys.modules import choosing_modules
+from ringspan.torch.mechanisms.every import MECHANISMS
 from ringspan.torch.model.layers.decoder import (
     cached_kinds,
     decoder_of,
@@ -158,10 +158,9 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
 
 def _split(model: PreTrainedModel, decoder: PreTrainedModel) -> tuple[str, set[Tensor]]:
     """Return why tensor parallelism cannot split a model, and the parameters that it splits."""
-    if choosing_modules(decoder):
-        return "heads of layers with an index are not split yet; use tp=1", set()
-    if stateful_modules(decoder):
-        return "layers with states have no tensor-parallel plan; use tp=1", set()
+    for mechanism in MECHANISMS:
+        if reason := mechanism.no_tp(decoder):
+            return reason, set()
     try:
         refuse_split(model, 1)
     except UnsupportedError as error:

@@ -7,6 +7,7 @@ from typing import Final
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layer_mask import LayerMask
+from ringspan.core.mechanisms import CHOSEN_KEYS, MEDIA, STATES
 from ringspan.plan.model.kinds import Kept, LayerKind, Tower
 
 # Bytes per weight, scales included. int8: a float32 scale per row of about 4096. int4: a scale and a zero point of 16
@@ -116,7 +117,20 @@ class ModelShape:
         return any(kind.scan or kind.halo for kind in self.kinds)
 
     @property
-    def has_index(self) -> bool:
+    def mechanisms(self) -> dict[str, str]:
+        """Mechanisms of its layers and towers, by their names in ``core.mechanisms``, in words for errors."""
+        words = {
+            CHOSEN_KEYS: "layers with an index that chooses keys"
+            if self.takes_keys_from_all
+            else "",
+            STATES: "layers with a state or a convolution" if self.has_states else "",
+            MEDIA: "towers that see or hear" if self.sees else "",
+        }
+        return {name: text for name, text in words.items() if text}
+
+    @property
+    def takes_keys_from_all(self) -> bool:
+        """True if keys come straight from all ranks, whatever the route, and as they are computed."""
         return any(kind.index for kind in self.kinds)
 
     @cached_property

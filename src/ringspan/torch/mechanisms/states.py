@@ -11,7 +11,7 @@ from ringspan.core.step_config import StepConfig
 from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.model.layers.view import ModelView, RingModel
 from ringspan.torch.model.mechanism import Mechanism
-from ringspan.torch.model.recurrent import hook_stateful, refuse_spans
+from ringspan.torch.model.recurrent import hook_stateful, refuse_spans, stateful_modules
 from ringspan.torch.runtime.mesh import tensor_axis
 
 
@@ -32,6 +32,13 @@ class StatesMechanism(Mechanism):
                 f"compile={config.compile!r}: {type(view.decoder).__name__} has layers with a state or a convolution; "
                 "use compile=False"
             )
+
+    def no_tp(self, decoder: nn.Module) -> str:
+        return (
+            "layers with states have no tensor-parallel plan; use tp=1"
+            if stateful_modules(decoder)
+            else ""
+        )
 
     def prepare(
         self, view: ModelView, config: StepConfig, mesh: DeviceMesh

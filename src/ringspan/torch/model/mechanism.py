@@ -51,6 +51,10 @@ class Mechanism:
     def refuse(self, view: ModelView, config: StepConfig, mesh: DeviceMesh) -> None:
         """Raise for what this mechanism does not support of a model and its options; change nothing."""
 
+    def no_tp(self, decoder: nn.Module) -> str:
+        """Return why tensor parallelism cannot split a decoder's layers, with the remedy; empty if it can."""
+        return ""
+
     def attends(self, view: ModelView, config: StepConfig) -> Attends | None:
         """Return what computes attention in place of the ring in a decoder's layers; None if nothing does."""
         return None

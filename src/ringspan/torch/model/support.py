@@ -141,9 +141,8 @@ def refuse_config(config: PreTrainedConfig) -> None:
         "moe",
         "mlp",
         *STATEFUL_LAYERS,
+        *family_of(config).layer_types,
     }
-    if (index := family_of(config).index) is not None:
-        known.update(index.layers)
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(

@@ -49,6 +49,13 @@ class ChosenKeysMechanism(Mechanism):
         tp = tensor_axis(mesh)
         refuse_indexed(view, config, 1 if tp is None else tp.size())
 
+    def no_tp(self, decoder: nn.Module) -> str:
+        return (
+            "heads of layers with an index are not split yet; use tp=1"
+            if choosing_modules(decoder)
+            else ""
+        )
+
     def attends(self, view: ModelView, config: StepConfig) -> Attends | None:
         if not choosing_modules(view.decoder):
             return None

@@ -31,7 +31,6 @@ from ringspan.torch.model.attention.latents import (
     is_matrix,
 )
 from ringspan.torch.model.layers.cache_names import given_cache
-from ringspan.torch.model.layers.decoder import has_index
 from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.layers.modules import Mixin, mix_in
 from ringspan.torch.model.layers.view import ModelView
@@ -125,7 +124,7 @@ class Index(Mixin):
 
 
 def choosing_modules(decoder: Any) -> list[nn.Module]:
-    if not has_index(decoder.config):
+    if not family_of(decoder.config).has_own_layers(decoder.config):
         return []
     return [
         module

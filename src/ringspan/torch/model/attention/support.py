@@ -10,7 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.model.attention.own import uses_alibi
-from ringspan.torch.model.layers.decoder import has_index, without_attention
+from ringspan.torch.model.layers.decoder import without_attention
+from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.layers.numbering import numbers_itself, takes_positions
 from ringspan.torch.model.layers.view import ModelView
 from ringspan.torch.model.weights.loading import filled
@@ -40,7 +41,7 @@ def refuse_attention(view: ModelView) -> None:
             )
     if not (
         getattr(decoder, "_supports_attention_backend", False)
-        or has_index(decoder.config)
+        or family_of(decoder.config).has_own_layers(decoder.config)
     ):
         reason = _why_not_consulted(view)
         if reason:

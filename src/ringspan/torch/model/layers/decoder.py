@@ -34,12 +34,6 @@ _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {
 }
 
 
-def has_index(config: PreTrainedConfig) -> bool:
-    types = getattr(config, "layer_types", None) or ()
-    index = family_of(config).index
-    return index is not None and any(kind in types for kind in index.layers)
-
-
 def has_attention(config: PreTrainedConfig) -> bool:
     types = getattr(config, "layer_types", None)
     return not types or any(kind not in _WITHOUT_ATTENTION for kind in types)

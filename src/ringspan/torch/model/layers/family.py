@@ -98,6 +98,16 @@ class Family:
     no_tp: str = ""
     media: Kind | None = None
 
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Entries of ``config.layer_types`` that the family's models have besides transformers' usual ones."""
+        return () if self.index is None else tuple(self.index.layers)
+
+    def has_own_layers(self, config: PreTrainedConfig) -> bool:
+        """Return True if a config has layers of the family's ``layer_types``, whose attention it replaces."""
+        types = getattr(config, "layer_types", None) or ()
+        return any(kind in types for kind in self.layer_types)
+
 
 CONVENTIONS: Final = Family(name="transformers' conventions")
 _registered: Final[dict[str, Family]] = {}
