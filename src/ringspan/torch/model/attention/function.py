@@ -112,7 +112,7 @@ def register_attention(
             module, kwargs | {"attention_mask": attention_mask, "dropout": dropout}
         )
         if call is not None and call.compute is not None:
-            return call.compute(), None
+            return call.compute().contiguous(), None
         kind = None if call is None else call.kind
         if kind is None:
             kind = _kind_of_layer(module, kinds, sliding_window, masked)
@@ -144,7 +144,8 @@ def register_attention(
         else:
             part = None if sequences is None else sequences.part
             out = _over_ring(module, asked, ring_packed, ring, kind, config, part)
-        return out, None
+        # As transformers' own functions return it: some models call view(B, T, H * D) on it.
+        return out.contiguous(), None
 
     def no_mask(
         *,
@@ -194,8 +195,7 @@ def _over_cache(
         if absorbs(module, turn)
         else attend(query)
     )
-    # Contiguous, because some models call view(B, T, H * D) on it.
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2)
 
 
 def _over_ring(
@@ -230,7 +230,8 @@ def _over_ring(
                 if of_text is None
                 else of_text.attend((module, number), request)
             )
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
+    tokens_first = [part.transpose(1, 2) for part in parts]
+    return tokens_first[0] if len(parts) == 1 else torch.cat(tokens_first)
 
 
 def _rows(
