@@ -69,8 +69,8 @@ IN_FLOAT32: Final = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
 )
-# on rings too: the gradients of its decays are as small as float32's rounding
-IN_FLOAT64: Final = ("qwen3_5",)
+# on rings too: gradients as small as the rounding of float32, and an index that chooses by it
+IN_FLOAT64: Final = ("qwen3_5", "qwen4_exp")
 LOSS_BOUND, BOUND = 1e-6, 1e-5  # relative, as in tests/torch/test_parallelize.py
 
 
@@ -127,7 +127,7 @@ def on_the_ring(
 ) -> dict[str, Any]:
     model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
     if kind.removesuffix(MULTIMODAL) in IN_FLOAT64:
-        model = in_float64_of(model)
+        model = widened(model)
     checkpoint = "attention" if model.supports_gradient_checkpointing else "none"
     model = rs.parallelize(model, mesh, layout=layout, checkpoint=checkpoint)
     batch = read(model, tokens) | {"labels": tokens}

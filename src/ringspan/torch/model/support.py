@@ -277,7 +277,7 @@ def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     except Exception as error:
         return (
             f"{kind} makes its logits of more than its decoder's last hidden states ({_first_line(error)}), which a "
-            "ring does not support yet"
+            "ring does not support yet; if the model raises this by itself too, use another release of transformers"
         )
     found = next(
         (found for found, expected in ways if is_same(made.logits, expected)), None

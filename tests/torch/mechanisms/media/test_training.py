@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -93,10 +95,19 @@ CASES = [
     ("paligemma", 2, NONE, "zigzag", {}),
     ("qwen3_5", 2, VIDEOS, "zigzag", {"dtype": torch.float32}),
     ("audioflamingo3", 4, MANY, "striped", {}),
+    pytest.param(
+        *("llama4", 3, MANY, "zigzag", {"dtype": torch.float32}),
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(
+                Version(transformers.__version__) >= Version("5.24"),
+                reason="transformers 5.24 reads outputs of Llama 4 that its text does not have",
+            ),
+        ],
+    ),
     *long(
         ("llava", 3, IN_A_ROW, "striped", {"checkpoint": "none"}),
         ("qwen2_5_vl", 2, MANY, "zigzag", {}),
-        ("llama4", 3, MANY, "zigzag", {"dtype": torch.float32}),
         ("qwen2_audio", 3, NONE, "zigzag", {}),
         ("llava", 4, MANY, "contiguous", {"checkpoint": "full"}),
         ("mistral3", 2, IN_A_ROW, "striped", {}),

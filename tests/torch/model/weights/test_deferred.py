@@ -99,6 +99,19 @@ def test_zeroes_are_remembered_and_other_changes_raise():
         x.mul_(2)
 
 
+def test_tensors_of_its_shape_can_be_filled():
+    """Some models draw initial values into ``empty_like(weight)``, whether the weight is there or not."""
+    x = deferred(InMemory("x", numbers(5, 3)))
+    drawn = torch.empty_like(x).uniform_(1, 2).log_()
+    assert drawn.shape == (5, 3) and bool((drawn >= 0).all())
+    base = torch.zeros_like(x, dtype=torch.float64)
+    base[:2] = torch.tensor(3.0)
+    assert base.sum() == 18 and torch.equal(
+        torch.full_like(x, 2), torch.full((5, 3), 2.0)
+    )
+    assert type(torch.ones_like(x)) is torch.Tensor
+
+
 def test_two_are_compared_a_few_rows_at_a_time():
     data = numbers(7, 3)
     other = data.clone()

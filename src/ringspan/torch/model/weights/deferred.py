@@ -20,6 +20,17 @@ Region = tuple[slice, ...]
 """Indices of a tensor's part: per dimension a slice with start, stop and step 1."""
 
 _aten: Final = torch.ops.aten
+# Tensors of another's shape, which initialisation fills and drops for weights that are there.
+_OF_ONE_SHAPE: Final = frozenset(
+    {
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+        _aten.rand_like.default,
+        _aten.randn_like.default,
+    }
+)
 _COMPARED_BYTES: Final = (
     1 << 26
 )  # bytes of each of two tensors that are compared at a time
@@ -89,8 +100,9 @@ class Deferred(Tensor):
     ) -> object:
         """Record an operation as deferred results; its shapes come from meta tensors.
 
-        ``equal`` and reading a number compute at once. In place, only zeroing a deferred tensor is allowed; an
-        operation that changes another tensor gets whole inputs.
+        ``equal`` and reading a number compute at once, and a tensor that has only the shape of a deferred one is
+        there at once. In place, only zeroing a deferred tensor is allowed; an operation that changes another tensor
+        gets whole inputs.
         """
         kwargs = kwargs or {}
         if func is _aten.equal.default:
@@ -118,6 +130,8 @@ class Deferred(Tensor):
             lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"),
             (args, kwargs),
         )
+        if func in _OF_ONE_SHAPE:
+            return func(*metas[0], **metas[1] | {"device": "cpu"})
         results, shape = tree_flatten(func(*metas[0], **metas[1]))
         alone = (
             len(results) == 1 and not isinstance(shape.context, int) and shape.is_leaf()
