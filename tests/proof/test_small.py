@@ -4,7 +4,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ringspan as rs
-from ringspan.proof.small import MOST_PARAMETERS, small_model
+from ringspan.proof.small import MOST_PARAMETERS, proven_part, small_model
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,36 @@ def test_a_window_shrinks_and_stays_in_its_layers():
     assert small.sliding_window == 8
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bamba",  # heads of states that add up to a multiple of the hidden size
+        "mamba2",
+        "bart",  # an encoder-decoder, whose decoder writes
+        "longcat_flash",  # experts without weights
+    ],
+)
+def test_sizes_that_hang_together_shrink_together(kind):
+    small = small_model(CONFIG_MAPPING[kind]())
+    assert 1 < small.layers <= 8 and small.parameters < MOST_PARAMETERS
+
+
+def test_of_a_model_that_sees_its_language_model_is_left():
+    config = CONFIG_MAPPING["qwen3_5"]()
+    part = proven_part(config, is_narrow=True)
+    assert part is config.text_config and small_model(part).layers == 2
+    for whole in (CONFIG_MAPPING["llama"](), CONFIG_MAPPING["llava"]()):
+        assert proven_part(whole, is_narrow=True) is whole
+    with pytest.raises(rs.UnsupportedError, match="models that see or hear"):
+        proven_part(CONFIG_MAPPING["qwen3_5"](), is_narrow=False)
+
+
 def test_a_type_that_is_not_made_small_says_so():
     with pytest.raises(rs.UnsupportedError, match="use make models"):
-        small_model(CONFIG_MAPPING["mamba2"]())
+        small_model(CONFIG_MAPPING["zamba"]())
+
+
+def test_a_config_that_transformers_makes_no_model_of_says_so():
+    config = CONFIG_MAPPING["nemotron"]()  # without a size of heads
+    with pytest.raises(rs.UnsupportedError, match="makes no model of this config"):
+        small_model(config)

@@ -32,7 +32,7 @@ from ringspan.proof.seeing import (
     batch_with_images,
     sees,
 )
-from ringspan.proof.small import FEW_TOKENS, plain_of, small_model
+from ringspan.proof.small import FEW_TOKENS, plain_of, proven_part, small_model
 from ringspan.proof.steps import Outcome
 from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
@@ -168,9 +168,8 @@ def prove_on(
     started = time.perf_counter()
     versions = _versions(mesh)
     is_narrow = asked.weights is None
-    small, layers, parameters, left_out, kept = small_model(
-        asked.config, is_narrow=is_narrow
-    )
+    config = proven_part(asked.config, is_narrow=is_narrow)
+    small, layers, parameters, left_out, kept = small_model(config, is_narrow=is_narrow)
     options, untried = options_of_trial(asked.options)
     packed, weights = _packed(asked.config), None
     dtypes = _dtypes_of(mesh, asked, packed is not None)
@@ -184,7 +183,7 @@ def prove_on(
     )
     if asked.weights is not None:
         proof.weights = asked.weights
-    proof.not_tried = [*_not_tried(asked, left_out), *untried, *asked.not_tried]
+    proof.not_tried = [*_not_tried(asked, config, left_out), *untried, *asked.not_tried]
     vocabulary, given = _batches(mesh, small, options, tree=asked.tree)
     subject = Subject(
         config=small, adapter=asked.adapter, packed=packed, weights=weights
@@ -210,10 +209,12 @@ def prove_on(
     return proof
 
 
-def _not_tried(asked: Asked, left_out: int) -> Iterator[str]:
+def _not_tried(asked: Asked, config: PreTrainedConfig, left_out: int) -> Iterator[str]:
     """Yield what no trial has, and what this model's small one leaves out."""
     if left_out:
         yield f"{left_out} further kinds of layers"
+    if sees(asked.config) and not sees(config):
+        yield f"images and sound: of {asked.name} the language model alone was tried"
     size, *others = NOT_TRIED
     if asked.weights is not None:
         size = f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"

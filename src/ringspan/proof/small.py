@@ -52,8 +52,10 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64),
     **dict.fromkeys(("word_embed_proj_dim", "mamba_d_ssm"), 64),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
     **dict.fromkeys(("n_inner", "ffn_hidden_size", "dense_intermediate_size"), 96),
     **dict.fromkeys(("moe_intermediate_size", "expert_dim"), 32),
+    **dict.fromkeys(("expert_ffn_hidden_size",), 32),
     **dict.fromkeys(
         ("shared_expert_intermediate_size", "shared_intermediate_size"), 32
     ),
@@ -69,6 +71,7 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 3),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("moe_num_experts",), 4),
+    "zero_expert_num": 2,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "hidden_size_per_layer_input": 16,
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 6),
@@ -103,6 +106,11 @@ _CHOSEN: Final = (
     "moe_k",
     "moe_topk",
 )
+# Heads, their size, and the factor by which a width grows that they share.
+_EXPANDED: Final = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("num_heads", "head_dim", "expand"),
+)
 _LEFT_OUT: Final = (*ABOUT_FILES, "auto_map", "quantization_config")
 _DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
 _NO_LOSS: Final = ("output_router_logits",)  # one process would add an auxiliary loss
@@ -128,19 +136,19 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     Raises:
         UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
     """
-    text = text_config(config)
+    text = _language_of(config)
     name = type(config).__name__
-    if sees(config) and (config.model_type not in TOWERS or not is_narrow):
-        known = ", ".join(sorted(TOWERS))
-        raise UnsupportedError(
-            f"{name}: models that see or hear are not proven yet, but for {known} with random weights; give the config "
-            "of a language model"
-        )
     if not sees(config) and not _writes(text):
         raise UnsupportedError(
             f"{name}: transformers has no causal language model of it; use make models, which knows every type"
         )
-    kinds = _kinds(_on_meta(config))
+    try:
+        kinds = _kinds(_on_meta(config))
+    except Exception as error:  # each type of model checks its sizes in its own way
+        raise UnsupportedError(
+            f"{name}: transformers makes no model of this config ({type(error).__name__}: {one_line(error)}); complete "
+            "its fields"
+        ) from error
     values = text.to_dict()
     for field in _LEFT_OUT:
         values.pop(field, None)
@@ -164,6 +172,29 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     small._attn_implementation = plain_of(text._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     left_out = max(0, len({*kinds}) - len({*there}))
     return Small(small, len(there), count, left_out, tuple(kept))
+
+
+def proven_part(config: PreTrainedConfig, *, is_narrow: bool) -> PreTrainedConfig:
+    """Return the config of what a trial has of a model that sees or hears: all of it, or its language model alone.
+
+    Raises:
+        UnsupportedError: a model that has no language model by itself, or whose own weights are asked for.
+    """
+    if not sees(config) or (config.model_type in TOWERS and is_narrow):
+        return config
+    text = text_config(config)
+    if not is_narrow or not _writes(text):
+        known = ", ".join(sorted(TOWERS))
+        raise UnsupportedError(
+            f"{type(config).__name__}: models that see or hear are not proven yet, but for {known} with random "
+            "weights; give the config of a language model"
+        )
+    return text
+
+
+def _language_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the language model: an encoder-decoder's own, from which its decoder is made."""
+    return config if config.is_encoder_decoder else text_config(config)
 
 
 def _writes(config: PreTrainedConfig) -> bool:
@@ -230,6 +261,7 @@ def _shrunk(
     set_ones = {name: value for name, value in values.items() if value}
     if is_narrow:
         small |= _small_heads(set_ones) | _small_experts(set_ones)
+        small |= _small_expanded(set_ones)
     return (
         small
         | _small_layers(set_ones, layers, kept, sizes)
@@ -254,6 +286,16 @@ def _small_heads(values: dict[str, Any]) -> dict[str, Any]:
     if rotated and "head_dim" in values:
         sizes = {rotated: 8, rotated + rest: 24}
         small["head_dim"] = sizes.get(values["head_dim"], 16)
+    return small
+
+
+def _small_expanded(values: dict[str, Any]) -> dict[str, Any]:
+    """Return eight heads of layers with a state, whose sizes add up to a multiple of the hidden size."""
+    small: dict[str, Any] = {}
+    for heads, size, factor in _EXPANDED:
+        # Falcon H1 gives that width by itself.
+        if {heads, size, factor} <= values.keys() and "mamba_d_ssm" not in values:
+            small |= {heads: 8, size: int(values[factor] * _SIZES["hidden_size"]) // 8}
     return small
 
 
