@@ -175,7 +175,7 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
 
 
 def proven_part(config: PreTrainedConfig, *, is_narrow: bool) -> PreTrainedConfig:
-    """Return the config of what a trial has of a model that sees or hears: all of it, or its language model alone.
+    """Return the config of what a trial has of a model that sees or hears: all of it, or only its language model.
 
     Raises:
         UnsupportedError: a model that has no language model by itself, or whose own weights are asked for.
