@@ -112,7 +112,14 @@ _EXPANDED: Final = (
     ("num_heads", "head_dim", "expand"),
 )
 _LEFT_OUT: Final = (*ABOUT_FILES, "auto_map", "quantization_config")
-_DROPOUT: Final = ("dropout", "drop", "pdrop", "layerdrop", "jitter_noise")
+_DROPOUT: Final = (
+    "dropout",
+    "dropout_prob",
+    "drop",
+    "pdrop",
+    "layerdrop",
+    "jitter_noise",
+)
 _NO_LOSS: Final = ("output_router_logits",)  # one process would add an auxiliary loss
 _IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
