@@ -182,8 +182,11 @@ def _slice_of(experts: FusedExperts, first: int, last: int) -> nn.Module:
     part: Any = copy.copy(experts.module)
     zero = experts.num_zero if last == experts.num_experts else 0
     part._parameters, part._modules = {}, dict(experts.module._modules)
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):  # fmt: skip
-        setattr(part, name, type(getattr(part, name))())
+    # Hooks stay with the experts, which are called once.
+    hooks = {
+        n: x for n, x in vars(part).items() if "_hooks" in n and isinstance(x, dict)
+    }
+    vars(part).update({name: type(each)() for name, each in hooks.items()})
     for name, parameter in experts.module._parameters.items():
         if parameter is not None:
             end = last + (zero if len(parameter) > experts.num_experts else 0)
