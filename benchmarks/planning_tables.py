@@ -375,6 +375,42 @@ def longest_fine_tuning() -> str:
     )
 
 
+def longest_experts() -> str:
+    """The longest sequence of large mixtures, experts gathered whole or in slices; bfloat16 state, moments on hosts."""
+    rows = []
+    for rank in (0, 16):
+        for model in ("qwen3-235b-a22b", "gpt-oss-120b", "glm-5", "deepseek-v3"):
+            for kind in ("h100-80gb", "h200"):
+                cells = []
+                for devices in (8, 16, 64):
+                    shape = MODELS[model].adapted(rank) if rank else MODELS[model]
+                    question = Question(
+                        shape=shape,
+                        device=DEVICES[kind],
+                        devices=devices,
+                        length=1,
+                        route="ring",
+                        parameter_dtype="bfloat16",
+                    )
+                    cells += [
+                        _shown_length(longest_setting(question)),
+                        _shown_length(
+                            longest_setting(replace(question, expert_slices="auto"))
+                        ),
+                    ]
+                trained = f"adapters of rank {rank}" if rank else "all weights"
+                size = f"{DEVICES[kind].memory_bytes / 1e9:.0f} GB"
+                rows.append((f"{model}, {trained}", size, *cells))
+    columns = (
+        f"{devices}, {how}" for devices in (8, 16, 64) for how in ("whole", "slices")
+    )
+    return _table(("model", "device", *columns), rows)
+
+
+def _shown_length(setting: Setting | None) -> str:
+    return f"{setting.length // K:,}K" if setting else "no"
+
+
 def longest_qlora() -> str:
     """The longest sequence with adapters of rank 16 over nf4 with packed scales: no hosts, moments in float32."""
     rows = []
@@ -459,6 +495,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "fine-tuning": fine_tuning,
     "longest": longest_fine_tuning,
     "qlora": longest_qlora,
+    "experts": longest_experts,
     "folded": folded,
 }
 

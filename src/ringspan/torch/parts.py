@@ -19,6 +19,7 @@ from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.mechanisms.every import MECHANISMS
 from ringspan.torch.model.attention.own import refuse_compiled
 from ringspan.torch.model.layers.blockwise.feedforward import (
+    beside_slices,
     find_feedforwards,
     find_norms,
     free_feedforwards,
@@ -39,7 +40,6 @@ from ringspan.torch.model.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.memory.slices import (
     FusedExperts,
     choose_slices,
-    without_slices,
 )
 from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import (
@@ -100,10 +100,16 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         _refuse_without_head(view, mesh, config)
     mechanisms = check_options(view, mesh, config)
     slices = choose_slices(view, config.expert_slices, compute_dtype_of(config))
-    in_blocks = [
-        each._replace(modules=without_slices(each.modules, slices))
-        for each in _in_blocks(view, mesh, config)
-    ]
+    in_blocks = list(_in_blocks(view, mesh, config))
+    if slices:
+        experts, size = (
+            {each.module for each in slices},
+            view.decoder.config.hidden_size,
+        )
+        in_blocks = [
+            each._replace(modules=beside_slices(each.modules, experts, size))
+            for each in in_blocks
+        ]
     parts = Parts(view, in_blocks, mechanisms, slices=slices)
     if view.head is None:
         return (

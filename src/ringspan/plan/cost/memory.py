@@ -307,7 +307,7 @@ class _Step:
             name: self.tokens * size
             for name, size in kept.parts_of(kind, self.setting).items()
         }
-        if self.setting.feedforward_tokens:
+        if self.setting.tokens_at_once(kind):
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
             norms_copy = (
@@ -326,27 +326,25 @@ class _Step:
         """Moment at the product's gradient: three of its size (of a chunk, with all tokens' and weights' gradients)."""
         shape, a, kind = self.shape, self.a, self._kind(done)
         chunk, made = (
-            self.setting.feedforward_tokens,
+            self.setting.tokens_at_once(kind),
             sum(self._made_again(kind).values()),
         )
         if not chunk:
             wide = self.tokens * a * kind.intermediate
             # The gradient of one product's weight; experts in one tensor have one gradient.
-            weights = self._weights_of_experts(kind) // kind.products
+            weight = self._gradients(kind, kind.feedforward // kind.products)
             return self._backward(
-                "feed-forward backward",
-                done,
-                made,
-                2 * wide + self._gradients(kind, weights) + self._sums_of_slices(kind),
+                "feed-forward backward", done, made, 2 * wide + weight
             )
         parts = (
             kept.parts_of(kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
         )
-        weights = (
-            (_FLOAT32 + (a if a < _FLOAT32 else 0))
-            * self._gradients(kind, self._weights_of_experts(kind))
-            // a
-        )
+        # Blocks add up their gradients in float32, and a slice of one block has its own.
+        sums = _FLOAT32 + (a if a < _FLOAT32 else 0)
+        slices = self.setting.slices_of(kind)
+        if slices > 1 and slices * chunk >= self.tokens:
+            sums = a
+        weights = sums * self._gradients(kind, self._weights_of_experts(kind)) // a
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
         here += self._sums_of_slices(kind)
         return self._backward(

@@ -107,6 +107,14 @@ class Setting(StepConfig):
             return 1
         return num_slices(self.expert_slices, experts, numbers * self.number_bytes)
 
+    def tokens_at_once(self, kind: LayerKind) -> int:
+        """Return the tokens that a layer's feed-forward computes at once, 0 for all; a slice has its share of rows."""
+        slices, chunk = self.slices_of(kind), self.feedforward_tokens
+        if slices == 1:
+            return chunk
+        share = -(-self.tokens // slices)
+        return min(chunk, share) if chunk else share
+
     def slice_of(self, kind: LayerKind) -> int:
         """Return the weights of the largest slice of a layer's experts; 0 if they are gathered with their layer."""
         slices, (experts, numbers) = self.slices_of(kind), kind.experts

@@ -10,12 +10,13 @@ slice computes the rows (token, slot) that chose its experts, and no others.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
@@ -234,14 +235,6 @@ def _take_whole_experts(
             state[f"{prefix}{SLICES}.{number}.{name}"] = whole[rows]
 
 
-def without_slices(
-    modules: Iterable[nn.Module], slices: Mapping[FusedExperts, int]
-) -> list[nn.Module]:
-    """Return the modules that hold no sliced experts: in blocks of tokens they would gather slices for each block."""
-    sliced = {each.module for each in slices}
-    return [each for each in modules if sliced.isdisjoint(each.modules())]
-
-
 class _Rows(NamedTuple):
     """Rows (token, slot) of a pass, sorted by their experts, and the ends of each slice's."""
 
@@ -258,7 +251,13 @@ class _Rows(NamedTuple):
         experts, order = chosen.reshape(-1).sort(stable=True)
         starts = [*module.ring_starts, module.ring_end, module.ring_num_experts]
         bounds = torch.tensor(starts, dtype=experts.dtype, device=experts.device)
-        *ends, with_weights = torch.searchsorted(experts, bounds).tolist()
+        found = torch.searchsorted(experts, bounds)
+        # Tensors of a dry run have no values: experts are chosen evenly there.
+        *ends, with_weights = (
+            [len(order) * start // module.ring_end for start in starts]
+            if isinstance(found, FakeTensor)
+            else found.tolist()
+        )
         return _Rows(order, experts, ends, with_weights - ends[0], chosen.shape[-1])
 
     def blocks(self, number: int, tokens: int) -> Iterator[slice]:
