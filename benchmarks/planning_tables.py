@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ringspan.core.expert_slices import num_slices
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import (
@@ -23,7 +24,7 @@ from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
-PAGES: Final = ("planning.md", "published.md", "adapters.md", "memory.md")
+PAGES: Final = ("planning.md", "published.md", "adapters.md", "memory.md", "which.md")
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
@@ -45,6 +46,16 @@ PUBLISHED_CONTEXT: Final = (
     ("TPUv5e-256", "tpu-v5e", 256, "llama-3b", 32, 4096),
     ("TPUv5e-256", "tpu-v5e", 256, "llama-7b", 16, 2048),
 )
+
+
+# Hidden size, an expert's intermediate size, and the experts of a token, by the models' configs.
+MIXTURES: Final = {
+    "qwen3-30b-a3b": (2048, 768, 8),
+    "qwen3-235b-a22b": (4096, 1536, 8),
+    "gpt-oss-120b": (2880, 2880, 4),
+    "glm-5": (6144, 2048, 8),
+    "deepseek-v3": (7168, 2048, 8),
+}
 
 
 def devices() -> str:
@@ -407,6 +418,41 @@ def longest_experts() -> str:
     return _table(("model", "device", *columns), rows)
 
 
+def break_even() -> str:
+    """Tokens per GPU from which gathering experts moves fewer bytes than dispatching tokens, and what is gathered."""
+    rows = []
+    for model, (hidden, intermediate, chosen) in MIXTURES.items():
+        experts, numbers = max(kind.experts for kind in MODELS[model].kinds)
+        assert numbers >= 3 * experts * hidden * intermediate, model
+        layer = 2 * numbers
+        slices = num_slices("auto", experts, layer)
+        rows.append(
+            (
+                model,
+                f"{experts} x {intermediate:,}, {chosen}",
+                f"{9 * experts * intermediate / (4 * chosen):,.0f}",
+                f"{2 * experts * intermediate / chosen:,.0f}",
+                f"{layer / 1e9:.1f} GB",
+                f"{3 * layer / 1e9:.1f} GB",
+                f"{3 * layer / slices / 1e9:.1f} GB, {slices} slices"
+                if slices > 1
+                else "the same",
+            )
+        )
+    return _table(
+        (
+            "model",
+            "experts x I, k",
+            "9 E I / (4 k)",
+            "2 E I / k",
+            "W",
+            "3 W in memory",
+            "with `auto`",
+        ),
+        rows,
+    )
+
+
 def _shown_length(setting: Setting | None) -> str:
     return f"{setting.length // K:,}K" if setting else "no"
 
@@ -495,8 +541,9 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "fine-tuning": fine_tuning,
     "longest": longest_fine_tuning,
     "qlora": longest_qlora,
-    "experts": longest_experts,
     "folded": folded,
+    "experts": longest_experts,
+    "break-even": break_even,
 }
 
 
