@@ -459,7 +459,7 @@ def test_what_keys_are_sent_as_is_part_of_the_plan(comm_dtype):
         plan_for(route="pass-q", comm_dtype=comm_dtype)
 
 
-def test_experts_in_slices_are_proposed_where_they_make_a_length_fit():
+def test_slices_of_experts_are_proposed_where_they_help():
     asked = {
         "shape": MODELS["qwen3-235b-a22b"],
         "parameter_dtype": "bfloat16",

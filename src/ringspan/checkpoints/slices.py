@@ -6,6 +6,7 @@ loaded in 3                        0 0 | 1 1 | 2       its slice 1: the last row
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ringspan.torch.model.weights.shards import SLICES, whole_name
@@ -13,7 +14,8 @@ from ringspan.torch.model.weights.shards import SLICES, whole_name
 _NUMBER: Final = re.compile(rf"\.{SLICES}\.(\d+)\.")
 
 
-class SavedRows(NamedTuple):
+@dataclass(frozen=True)
+class SavedRows:
     """Rows of a saved tensor that are rows of a wanted one."""
 
     name: str

@@ -101,7 +101,7 @@ class Setting(StepConfig):
         return self._chunk_tokens(self.norm_chunk_tokens)
 
     def slices_of(self, kind: LayerKind) -> int:
-        """Return the slices in which a layer's experts are gathered; 1 for a layer without experts."""
+        """Return the number of slices of a layer's experts; 1 for a layer without experts."""
         experts, numbers = kind.experts
         if not experts or self.expert_slices == 1:
             return 1

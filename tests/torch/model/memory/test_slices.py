@@ -274,9 +274,7 @@ def resting(mesh, num_chosen, how, slices):
 
 @pytest.mark.parametrize("how", ["trained", "LoRA"])
 @pytest.mark.parametrize("num_chosen", [1, 0], ids=["one token", "no token"])
-def test_experts_that_nobody_chooses_are_trained_as_on_one_process(
-    pool, num_chosen, how
-):
+def test_experts_that_nobody_chooses_have_no_gradient(pool, num_chosen, how):
     model = model_with_zero_experts(num_chosen, is_adapted=how == "LoRA")
     expected = [step(model) for _ in range(2)][1]
     check(pool.run(resting, 2, num_chosen, how, 2), expected)

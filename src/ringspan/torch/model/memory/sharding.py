@@ -241,7 +241,7 @@ def _reset_iteration(model: FSDPModule) -> None:
     for group in _groups_of(model):
         group._training_state = type(group._training_state).IDLE
         group._partial_reduce_output = None
-        group.wait_for_unshard()  # of a slice that was on its way
+        group.wait_for_unshard()  # a slice may be on its way
         group.reshard()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False

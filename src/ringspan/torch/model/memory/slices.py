@@ -238,7 +238,7 @@ def _take_whole_experts(
 class _Rows(NamedTuple):
     """Rows (token, slot) of a pass, sorted by their experts, and the ends of each slice's."""
 
-    order: Tensor  # of tokens x slots
+    order: Tensor  # indices into tokens x slots
     experts: Tensor
     ends: list[int]
     num_weighted: int  # rows whose experts have weights
@@ -261,7 +261,7 @@ class _Rows(NamedTuple):
         return _Rows(order, experts, ends, with_weights - ends[0], chosen.shape[-1])
 
     def blocks(self, number: int, tokens: int) -> Iterator[slice]:
-        """Yield the rows of a slice, those of ``tokens`` at a time; all at once if it is 0."""
+        """Yield a slice's rows in blocks of what ``tokens`` choose, or in one if it is 0."""
         first, last = self.ends[number : number + 2]
         size = tokens * self.slots or max(1, last - first)
         for start in range(first, last, size):
@@ -389,7 +389,7 @@ class _Gradients:
         )
 
     def add(self, number: int, part: Any, autocast: Callable[[], Any]) -> None:
-        """Compute a slice again, with its gradients, and have FSDP sum those of its parameters over the ranks."""
+        """Compute a slice again, with its gradients, and have FSDP sum its parameters' over the ranks."""
         held = dict(part._parameters)
         with _adapted(self._experts, part, number) as adapted:
             used = dict(part._parameters)
@@ -419,7 +419,7 @@ class _Gradients:
         leaves: list[Tensor],
         autocast: Callable[[], Any],
     ) -> list[Tensor | None]:
-        """Add the gradients of some rows' inputs, and return those of the slice's parameters."""
+        """Add the gradients of some rows' inputs, and return the slice's parameters'."""
         rows = self._rows
         picked = rows.order[block]
         tokens = picked // rows.slots
@@ -429,9 +429,10 @@ class _Gradients:
             scales = self._weights.reshape(-1)[picked].requires_grad_()
             y = _compute(part, hidden, ids, scales)
         d_y = self._d_out[tokens].to(y.dtype)
-        d_hidden, d_scales, *parts = torch.autograd.grad(
-            y, [hidden, scales, *leaves], d_y, allow_unused=True
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(y, [hidden, scales, *leaves], d_y, allow_unused=True)
         )
+        d_hidden, d_scales, *parts = found
         if d_hidden is not None:
             self._d_hidden.index_add_(0, tokens, d_hidden.to(self._d_hidden.dtype))
         if d_scales is not None:
@@ -441,7 +442,7 @@ class _Gradients:
     def _add_factors(
         self, adapted: Sequence["_Delta"], totals: Mapping[str, Tensor | None]
     ) -> None:
-        """Add the gradients of adapters, from those of the weights that they change."""
+        """Add the gradients of adapters, from the gradients of the weights that they change."""
         for each in adapted:
             d_weight = totals.get(each.name)
             trained = [i for i in each.places if self._factors[i].requires_grad]
@@ -528,7 +529,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 class _Delta(NamedTuple):
-    """What one adapter adds to a weight of a slice, and the places of its factors among all."""
+    """Product of one adapter's factors for a weight of a slice, and the places of these among all."""
 
     name: str
     delta: Tensor

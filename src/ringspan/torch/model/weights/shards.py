@@ -145,13 +145,14 @@ def shards_of(model: PreTrainedModel, readers: Readers) -> dict[str, Deferred]:
 
 def _joined(tensors: dict[str, Deferred]) -> dict[str, Deferred]:
     """Join the slices of experts under the names that their tensors have in files."""
-    parts: dict[str, list[Deferred]] = {}
+    parts: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         parts.setdefault(whole_name(name), []).append(tensor)
-    return {
-        name: each[0] if len(each) == 1 else cast("Deferred", torch.cat(each))
+    joined = {
+        name: each[0] if len(each) == 1 else torch.cat(each)
         for name, each in parts.items()
     }
+    return cast("dict[str, Deferred]", joined)
 
 
 def whole_name(name: str) -> str:
