@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ringspan.core.expert_slices import num_slices
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import (
@@ -23,7 +24,7 @@ from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
-PAGES: Final = ("planning.md", "published.md", "adapters.md", "memory.md")
+PAGES: Final = ("planning.md", "published.md", "adapters.md", "memory.md", "which.md")
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
@@ -45,6 +46,16 @@ PUBLISHED_CONTEXT: Final = (
     ("TPUv5e-256", "tpu-v5e", 256, "llama-3b", 32, 4096),
     ("TPUv5e-256", "tpu-v5e", 256, "llama-7b", 16, 2048),
 )
+
+
+# Hidden size, an expert's intermediate size, and the experts of a token, by the models' configs.
+MIXTURES: Final = {
+    "qwen3-30b-a3b": (2048, 768, 8),
+    "qwen3-235b-a22b": (4096, 1536, 8),
+    "gpt-oss-120b": (2880, 2880, 4),
+    "glm-5": (6144, 2048, 8),
+    "deepseek-v3": (7168, 2048, 8),
+}
 
 
 def devices() -> str:
@@ -375,6 +386,77 @@ def longest_fine_tuning() -> str:
     )
 
 
+def longest_experts() -> str:
+    """The longest sequence of large mixtures, experts gathered whole or in slices; bfloat16 state, moments on hosts."""
+    rows = []
+    for rank in (0, 16):
+        for model in ("qwen3-235b-a22b", "gpt-oss-120b", "glm-5", "deepseek-v3"):
+            for kind in ("h100-80gb", "h200"):
+                cells = []
+                for devices in (8, 16, 64):
+                    shape = MODELS[model].adapted(rank) if rank else MODELS[model]
+                    question = Question(
+                        shape=shape,
+                        device=DEVICES[kind],
+                        devices=devices,
+                        length=1,
+                        route="ring",
+                        parameter_dtype="bfloat16",
+                    )
+                    cells += [
+                        _shown_length(longest_setting(question)),
+                        _shown_length(
+                            longest_setting(replace(question, expert_slices="auto"))
+                        ),
+                    ]
+                trained = f"adapters of rank {rank}" if rank else "all weights"
+                size = f"{DEVICES[kind].memory_bytes / 1e9:.0f} GB"
+                rows.append((f"{model}, {trained}", size, *cells))
+    columns = (
+        f"{devices}, {how}" for devices in (8, 16, 64) for how in ("whole", "slices")
+    )
+    return _table(("model", "device", *columns), rows)
+
+
+def break_even() -> str:
+    """Tokens per GPU from which gathering experts moves fewer bytes than dispatching tokens, and what is gathered."""
+    rows = []
+    for model, (hidden, intermediate, chosen) in MIXTURES.items():
+        experts, numbers = max(kind.experts for kind in MODELS[model].kinds)
+        assert numbers >= 3 * experts * hidden * intermediate, model
+        layer = 2 * numbers
+        slices = num_slices("auto", experts, layer)
+        rows.append(
+            (
+                model,
+                f"{experts} x {intermediate:,}, {chosen}",
+                f"{9 * experts * intermediate / (4 * chosen):,.0f}",
+                f"{2 * experts * intermediate / chosen:,.0f}",
+                f"{layer / 1e9:.1f} GB",
+                f"{3 * layer / 1e9:.1f} GB",
+                f"{3 * layer / slices / 1e9:.1f} GB, {slices} slices"
+                if slices > 1
+                else "the same",
+            )
+        )
+    return _table(
+        (
+            "model",
+            "experts x I, k",
+            "9 E I / (4 k)",
+            "2 E I / k",
+            "W",
+            "3 W in memory",
+            "with `auto`",
+        ),
+        rows,
+    )
+
+
+def _shown_length(setting: Setting | None) -> str:
+    return f"{setting.length // K:,}K" if setting else "no"
+
+
 def longest_qlora() -> str:
     """The longest sequence with adapters of rank 16 over nf4 with packed scales: no hosts, moments in float32."""
     rows = []
@@ -460,6 +542,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "longest": longest_fine_tuning,
     "qlora": longest_qlora,
     "folded": folded,
+    "experts": longest_experts,
+    "break-even": break_even,
 }
 
 

@@ -457,3 +457,42 @@ def test_what_keys_are_sent_as_is_part_of_the_plan(comm_dtype):
         UnsupportedError, match="which stay where they are on the route pass-q"
     ):
         plan_for(route="pass-q", comm_dtype=comm_dtype)
+
+
+def test_slices_of_experts_are_proposed_where_they_help():
+    asked = {
+        "shape": MODELS["qwen3-235b-a22b"],
+        "parameter_dtype": "bfloat16",
+        "devices": 16,
+        "length": 131_072,
+        "route": "ring",
+    }
+    whole, sliced = plan_for(**asked), plan_for(**asked, expert_slices="auto")
+    assert not whole.fits
+    assert sliced.fits
+    assert whole.change == ("--expert-slices auto", sliced.memory.peak_bytes)
+    longest = f"the longest sequence is {sliced.max_length_tokens:,} tokens"
+    assert any(longest in reason for reason in whole.reasons)
+    assert any("gathered in 3 slices" in reason for reason in sliced.reasons)
+    layer = whole.as_json()["layer_gather_bytes"]
+    assert any("a layer is gathered whole: " in reason for reason in whole.reasons)
+    assert 0.6 * layer < sliced.as_json()["layer_gather_bytes"] < 0.7 * layer
+    assert '    expert_slices="auto",' in python_call(sliced.setting)
+    assert 'expert_slices = "auto"' in str(toml_tables(sliced.question, sliced.setting))
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices", "message"),
+    [
+        (LLAMA, 4, "--expert-slices 4: llama-3.1-8b has no experts; leave it out"),
+        (
+            MODELS["gpt-oss-120b"],
+            129,
+            "layers have 128 experts; use 128 slices at most",
+        ),
+        (LLAMA, 0, 'expert_slices must be at least 1, got 0; or use "auto"'),
+    ],
+)
+def test_slices_that_no_layer_has_are_refused(shape, slices, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_for(shape=shape, expert_slices=slices)

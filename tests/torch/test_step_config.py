@@ -70,6 +70,7 @@ def test_a_run_hands_every_option_on():
             "loss_chunk_vocabulary": 11,
             "feedforward_chunk_tokens": 13,
             "norm_chunk_tokens": 17,
+            "expert_slices": 3,
             "offload": "activations",
         },
         "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25, "index_loss": "sparse"},

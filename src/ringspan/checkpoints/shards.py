@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ringspan.checkpoints.slices import SavedRows, moved_rows
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest, read_signed, signed, why_not_written
@@ -217,26 +218,69 @@ def read_tensors(
 ) -> None:
     """Fill tensors in place with this rank's parts; each part is read from the pieces that overlap it.
 
-    Raises CheckpointError for a tensor that the checkpoint lacks or has with another dtype or shape.
+    Experts may be saved in other slices. Raises CheckpointError for a tensor that the checkpoint lacks or has with
+    another dtype or shape.
     """
+    moved = moved_tensors(manifest, tensors)
     with opened_files(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
-            entry = manifest.tensors.get(name)
-            if entry is None:
-                why = "is it of another model? use its own"
-                if name.startswith("optimizer/"):
-                    why = "was it saved with another optimizer? set that one again"
-                raise CheckpointError(f"{folder}: has no {name}; {why}")
-            wanted = dtype_name(tensor), tuple(tensor.shape)
-            if (entry.dtype, entry.shape) != wanted:
-                raise CheckpointError(
-                    f"{folder}: {name} is {entry.dtype} {list(entry.shape)}, expected {wanted[0]} {list(wanted[1])}"
-                )
+            rows = moved.get(name)
+            for source in (name,) if rows is None else [each.name for each in rows]:
+                shape = tuple(tensor.shape) if rows is None else None
+                _check_entry(folder, manifest, source, dtype_name(tensor), shape)
             for chunk in held_here(tensor):
                 data = _plain(chunk.data)
-                read_chunk(Chunk(chunk.offset, data), name, entry, folder, shard)
+                whole = Chunk(chunk.offset, data)
+                parts = [(name, whole)] if rows is None else _parts_of(whole, rows)
+                for source, part in parts:
+                    read_chunk(part, source, manifest.tensors[source], folder, shard)
                 if data is not chunk.data:
                     chunk.data.copy_(data)
+
+
+def moved_tensors(
+    manifest: Manifest, tensors: Mapping[str, Tensor | Part]
+) -> dict[str, list[SavedRows]]:
+    """Return the saved rows of tensors of experts whose slices are others in the checkpoint."""
+    saved = {name: entry.shape for name, entry in manifest.tensors.items()}
+    return moved_rows(
+        saved, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    )
+
+
+def _parts_of(chunk: Chunk, rows: list[SavedRows]) -> Iterator[tuple[str, Chunk]]:
+    """Yield the saved tensors that overlap a chunk, with its rows of each, at their places there."""
+    for each in rows:
+        if not chunk.offset:  # a number, which all slices have
+            yield each.name, chunk
+            return
+        begin = chunk.offset[0]
+        first = max(begin, each.place)
+        last = min(begin + len(chunk.data), each.place + each.count)
+        if first < last:
+            offset = (first - each.place + each.first, *chunk.offset[1:])
+            yield each.name, Chunk(offset, chunk.data[first - begin : last - begin])
+
+
+def _check_entry(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] | None,
+) -> None:
+    """Raise CheckpointError if the checkpoint lacks a tensor, or has it with another dtype or shape."""
+    entry = manifest.tensors.get(name)
+    if entry is None:
+        why = "is it of another model? use its own"
+        if name.startswith("optimizer/"):
+            why = "was it saved with another optimizer? set that one again"
+        raise CheckpointError(f"{folder}: has no {name}; {why}")
+    wanted = dtype, entry.shape if shape is None else shape
+    if (entry.dtype, entry.shape) != wanted:
+        raise CheckpointError(
+            f"{folder}: {name} is {entry.dtype} {list(entry.shape)}, expected {wanted[0]} {list(wanted[1])}"
+        )
 
 
 def read_chunk(

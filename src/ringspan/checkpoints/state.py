@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ringspan.checkpoints.checkpoint import Checkpoints
-from ringspan.checkpoints.shards import Manifest, Part
+from ringspan.checkpoints.shards import Manifest, Part, moved_tensors
 from ringspan.core.errors import CheckpointError
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.model.memory.adamw import is_local, own_state, take_counts
@@ -78,10 +78,12 @@ def load_state(
     Errors are raised on all ranks.
     """
     # A tensor that the model lacks would be lost without an error. Names of ranks' own tensors begin with "rank ".
+    moved = moved_tensors(manifest, tensors)
+    known = {each.name for rows in moved.values() for each in rows} | tensors.keys()
     unknown = [
         name
         for name in manifest.tensors
-        if name not in tensors and not name.startswith("rank ")
+        if name not in known and not name.startswith("rank ")
     ]
     if unknown:
         raise CheckpointError(

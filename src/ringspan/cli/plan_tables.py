@@ -274,6 +274,8 @@ def _settings(
             "feed-forward",
             f"in chunks of {result['feedforward_chunk_tokens']:,} tokens",
         )
+    if any(kind.experts[0] for kind in answer.question.shape.kinds):
+        yield "layer", _gathered_layer(answer, result)
     if result["host_bytes"]:
         what = ["activations"] * (result["offload"] != "none") + [
             "AdamW's moments"
@@ -282,6 +284,14 @@ def _settings(
             "on the host",
             f"{shown_bytes(result['host_bytes'])} of {' and '.join(what)} per device",
         )
+
+
+def _gathered_layer(answer: Plan, result: dict[str, Any]) -> str:
+    """Return a layer's bytes once gathered, and the slices of its experts."""
+    shape, setting = answer.question.shape, answer.setting
+    slices = max(setting.slices_of(kind) for kind in shape.kinds)
+    in_slices = f" at a time, experts in {slices} slices" if slices > 1 else ""
+    return f"{shown_bytes(result['layer_gather_bytes'])} gathered{in_slices}"
 
 
 def _step(answer: Plan) -> Iterator[tuple[str, str]]:

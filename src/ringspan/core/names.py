@@ -40,6 +40,7 @@ Category = Literal[
     "communication",
 ]
 ChunkTokens = int | Literal["auto"]
+ExpertSlices = int | Literal["auto"]
 
 LAYOUT_NAMES: Final[tuple[LayoutName, ...]] = get_args(LayoutName)
 BATCH_LAYOUT_NAMES: Final[tuple[BatchLayoutName, ...]] = get_args(BatchLayoutName)

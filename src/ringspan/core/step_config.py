@@ -11,6 +11,7 @@ from ringspan.core.names import (
     CheckpointName,
     ChunkTokens,
     CommDtypeName,
+    ExpertSlices,
     IndexLossName,
     KernelName,
     OffloadName,
@@ -35,6 +36,7 @@ class StepConfig:
     index_loss: IndexLossName = "none"
     feedforward_chunk_tokens: ChunkTokens = "auto"
     norm_chunk_tokens: ChunkTokens = "auto"
+    expert_slices: ExpertSlices = 1
     offload: OffloadName = "none"
     compute_dtype: str | None = None
     compile: bool | str = False

@@ -13,11 +13,15 @@ from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.cost.cost import StepCost
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
-from ringspan.plan.cost.memory import Memory, training_memory
+from ringspan.plan.cost.memory import (
+    Memory,
+    gathered_layer_bytes,
+    training_memory,
+)
 from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import host_bytes, host_use
-from ringspan.plan.reasons import needs, why
+from ringspan.plan.reasons import large_experts, needs, why
 from ringspan.plan.search import (
     FOLDS,
     Question,
@@ -76,6 +80,7 @@ class Plan:
             **_fields(
                 setting,
                 "folds",
+                "expert_slices",
                 "layout",
                 "route",
                 "comm_dtype",
@@ -83,6 +88,7 @@ class Plan:
                 "layers_per_checkpoint",
             ),
             "feedforward_chunk_tokens": setting.feedforward_tokens,
+            "layer_gather_bytes": gathered_layer_bytes(self.question.shape, setting),
             **_fields(setting, "offload", "optimizer_on_host", "optimizer_state"),
             "host_bytes": host_bytes(self.question.shape, setting),
             "host": host_use(self.question.shape, setting),
@@ -182,7 +188,10 @@ def _smallest_change(
     """Return the first option with which a question fits, and its peak bytes: dtype, devices, adapters, shorter."""
     counts = [times * question.devices for times in (2, 4, 8)]
     twice, *more = [(f"--devices {count}", {"devices": count}) for count in counts]
-    tried: list[tuple[str, dict[str, Any]]] = [
+    tried: list[tuple[str, dict[str, Any]]] = []
+    if question.expert_slices == 1 and large_experts(question):
+        tried.append(("--expert-slices auto", {"expert_slices": "auto"}))
+    tried += [
         ("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}),
         twice,
     ]
@@ -193,7 +202,11 @@ def _smallest_change(
     tried += more
     # A shorter sequence is tried before more devices if at least half of the length remains.
     if longest:
-        at = 3 if 2 * longest.length >= question.length else len(tried)
+        at = (
+            tried.index(twice) + 2
+            if 2 * longest.length >= question.length
+            else len(tried)
+        )
         tried.insert(at, (f"--length {longest.length}", {"length": longest.length}))
     for option, change in tried:
         try:

@@ -11,7 +11,12 @@ from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.cost.folds import most_waiting, per_token
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
-from ringspan.plan.cost.memory import RESERVE, Memory, training_memory
+from ringspan.plan.cost.memory import (
+    RESERVE,
+    Memory,
+    gathered_layer_bytes,
+    training_memory,
+)
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import host_bytes, host_use
 from ringspan.plan.cost.states import state_bytes
@@ -39,6 +44,12 @@ def needs(setting: Setting) -> str:
         parts.append(f"{setting.layers_per_checkpoint} layers per checkpoint")
     if setting.feedforward_tokens:
         parts.append(f"feed-forward in chunks of {setting.feedforward_tokens}")
+    if setting.expert_slices != 1:
+        parts.append(
+            f"experts in {setting.expert_slices} slices"
+            if setting.expert_slices != "auto"
+            else "experts in slices"
+        )
     if setting.offload != "none":
         parts.append("activations on the host")
     if setting.optimizer_on_host:
@@ -71,6 +82,7 @@ def why(
         "an allowance for what the allocator reserves with expandable segments (ringspan train sets them; one H200 "
         "reserved 32% without)"
     )
+    yield from _about_experts(question, setting)
     yield from _about_host(question, setting)
     yield from _about_folds(question, setting, cost, longest)
     yield from _about_states(question, setting)
@@ -111,6 +123,12 @@ def _what_would_fit(
     else:
         state = memory.bytes["parameters"] + memory.bytes["optimizer"]
         yield f"{short}: no length fits; parameters and optimizer alone take {shown_bytes(state)} a device"
+    if question.expert_slices == 1 and large_experts(question):
+        sliced = longest_setting(replace(question, expert_slices="auto"))
+        if sliced and sliced.length > (longest.length if longest else 0):
+            yield (
+                f"with --expert-slices auto the longest sequence is {sliced.length:,} tokens ({needs(sliced)})"
+            )
     devices = question.devices
     while devices < 1 << 14:
         devices *= 2
@@ -122,6 +140,38 @@ def _what_would_fit(
             yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring ({needs(enough)})"
             return
     yield f"no number of {device.title} holds {shape.name} with {question.length:,} tokens in this way"
+
+
+def large_experts(question: Question) -> bool:
+    """Return True if ``auto`` would gather a layer's experts in slices."""
+    alone = replace(meshes(question)[0], expert_slices="auto")
+    return any(alone.slices_of(kind) > 1 for kind in question.shape.kinds)
+
+
+def _about_experts(question: Question, setting: Setting) -> Iterator[str]:
+    """Yield what a layer's gathered weights take with experts, and with these in slices."""
+    kinds = [kind for kind in question.shape.split(setting.tp).kinds if kind.experts[0]]
+    if not kinds:
+        return
+    kind = max(kinds, key=lambda each: each.experts[1])
+    whole = setting.number_bytes * kind.experts[1]
+    slices = setting.slices_of(kind)
+    if slices > 1:
+        part = setting.number_bytes * setting.slice_of(kind)
+        yield (
+            f"a layer's experts, {shown_bytes(whole)}, are gathered in {slices} slices: two of {shown_bytes(part)} and "
+            "one's gradients are in memory at a time"
+        )
+        return
+    layer = shown_bytes(gathered_layer_bytes(question.shape, setting))
+    others = replace(setting, expert_slices="auto").slices_of(kind)
+    proposal = f"; --expert-slices auto would hold two of {others} slices" * (
+        others > 1
+    )
+    yield (
+        f"a layer is gathered whole: {layer}, of which its {kind.experts[0]} experts are {shown_bytes(whole)}, twice "
+        f"with the next layer, and once more as gradients{proposal}"
+    )
 
 
 def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:

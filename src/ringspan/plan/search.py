@@ -8,9 +8,15 @@ from typing import Any, Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
+from ringspan.core.expert_slices import check_slices, num_slices
 from ringspan.core.geometry.folds import check_full_folds
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.names import CHECKPOINT_NAMES, CommDtypeName, LayoutName
+from ringspan.core.names import (
+    CHECKPOINT_NAMES,
+    CommDtypeName,
+    ExpertSlices,
+    LayoutName,
+)
 from ringspan.core.schedule.choice import frugal_segment, other_routes, segment_sizes
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.workspace import Shape
@@ -61,9 +67,18 @@ class Question:
     route: str = AUTO
     comm_dtype: CommDtypeName = "exact"
     folds: int = 1
+    expert_slices: ExpertSlices = 1
 
     def __post_init__(self) -> None:
         check_sizes(self)
+        check_slices(self.expert_slices)
+        if isinstance(self.expert_slices, int) and self.expert_slices > 1:
+            counts = {kind.experts[0] for kind in self.shape.kinds} - {0}
+            if not counts:
+                raise ConfigError(
+                    f"--expert-slices {self.expert_slices}: {self.shape.name} has no experts; leave it out"
+                )
+            num_slices(self.expert_slices, min(counts), 0)
 
     def fits(self, setting: Setting) -> bool:
         """Return whether devices (less an allowance for their allocator) and hosts have the memory."""
@@ -126,6 +141,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
                 optimizer_state=question.optimizer_state,
                 comm_dtype=question.comm_dtype,
                 folds=question.folds or 1,
+                expert_slices=question.expert_slices,
             )
             granularity = Layout(setting.layout, 1, ring).granularity
             if question.batch % setting.replicate or question.length < granularity:

@@ -110,6 +110,8 @@ def _kept(setting: Setting) -> dict[str, Any]:
         0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS
     ):
         kept["feedforward_chunk_tokens"] = setting.feedforward_tokens
+    if setting.expert_slices != 1:
+        kept["expert_slices"] = setting.expert_slices
     if setting.offload != "none":
         kept["offload"] = setting.offload
     return kept

@@ -7,6 +7,7 @@ from ringspan.core.step_config import StepConfig
 _AS_GIVEN: Final = "as given"
 _OF_TOKENS: Final = 7
 _OF_VOCABULARY: Final = 13
+_OF_EXPERTS: Final = 2
 # Each option is tried as given, tried at a size that a trial's few tokens are cut by too, or not tried, for a reason.
 OPTIONS: Final[dict[str, str | int]] = {
     **dict.fromkeys(
@@ -20,6 +21,7 @@ OPTIONS: Final[dict[str, str | int]] = {
     "loss_chunk_vocabulary": _OF_VOCABULARY,
     "feedforward_chunk_tokens": _OF_TOKENS,
     "norm_chunk_tokens": _OF_TOKENS,
+    "expert_slices": _OF_EXPERTS,
     "index_loss": "not tried, since plain transformers has no such loss",
     "compute_dtype": "not tried beside dtype, which says what layers compute in",
     "watchdog": "not tried, since it changes no number",

@@ -15,6 +15,7 @@ from ringspan.core.names import (
     CheckpointName,
     ChunkTokens,
     CommDtypeName,
+    ExpertSlices,
     IndexLossName,
     KernelName,
     OffloadName,
@@ -62,6 +63,7 @@ from ringspan.torch.model.memory.carrying import carry_passes
 from ringspan.torch.model.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.memory.sharding import shard_weights
 from ringspan.torch.model.memory.shared_blocks import join_shared_blocks
+from ringspan.torch.model.memory.slices import slice_experts
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import RingClassifier
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call
@@ -95,6 +97,7 @@ def parallelize(
     index_loss: IndexLossName = "none",
     feedforward_chunk_tokens: ChunkTokens = "auto",
     norm_chunk_tokens: ChunkTokens = "auto",
+    expert_slices: ExpertSlices = 1,
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
     compile: bool | str = False,
@@ -141,6 +144,9 @@ def parallelize(
             free: in checkpointed layers whose feed-forward can be cut and comes last.
         norm_chunk_tokens: tokens that a norm computes at once; 0 for all. ``auto`` takes 4,096 if layers are
             checkpointed, for 16,384 local tokens and more.
+        expert_slices: parts in which a layer's experts are gathered, one computing while the next is on its way, so
+            that a third as many weights are in memory with 3; ``auto`` takes the fewest of 2 GiB at most. See
+            ``ringspan.torch.model.memory.slices``.
         offload: ``activations`` wait for backward in host memory (CUDA) or memory-mapped files (CPU).
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
         compile: make each layer a torch.compile program, when it first runs; a name chooses another backend than
@@ -177,6 +183,7 @@ def parallelize(
         index_loss=index_loss,
         feedforward_chunk_tokens=feedforward_chunk_tokens,
         norm_chunk_tokens=norm_chunk_tokens,
+        expert_slices=expert_slices,
         offload=offload,
         compute_dtype=None if compute_dtype is None else dtype,
         compile=compile,
@@ -195,6 +202,7 @@ def put_on_mesh(
     model, parts = _agreed(given, mesh, config)
     share_weights(model, mesh)
     # From here on the model changes, and nothing raises any more.
+    slices = slice_experts(parts.slices, config.feedforward_chunk_tokens)
     own_config(model)
     sources = sources_in(model)
     view, shared, layers = (
@@ -215,7 +223,9 @@ def put_on_mesh(
         run_in_blocks(
             modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder
         )
-    shard_weights(model, [*shared, *layers, *units], mesh, compute_dtype_of(config))
+    shard_weights(
+        model, [*shared, *layers, *units], slices, mesh, compute_dtype_of(config)
+    )
     if config.compile is not False:
         compile_layers(
             view.decoder, layers, layer_kinds(view.decoder.config), config.compile

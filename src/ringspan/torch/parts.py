@@ -1,6 +1,7 @@
 """Parts of a model that ``parallelize`` may change, found before any change; unsupported models raise here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.mechanisms.every import MECHANISMS
 from ringspan.torch.model.attention.own import refuse_compiled
 from ringspan.torch.model.layers.blockwise.feedforward import (
+    beside_slices,
     find_feedforwards,
     find_norms,
     free_feedforwards,
@@ -35,6 +37,10 @@ from ringspan.torch.model.layers.router_loss import (
 )
 from ringspan.torch.model.layers.view import ModelView
 from ringspan.torch.model.memory.checkpointing import check_checkpointing
+from ringspan.torch.model.memory.slices import (
+    FusedExperts,
+    choose_slices,
+)
 from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import (
     FoundHead,
@@ -70,6 +76,8 @@ class Parts(NamedTuple):
         str, ...
     ] = ()  # the head's modules, if it is more than the output embedding
     router: RouterLoss | None = None
+    # Experts that are gathered in slices, and in how many.
+    slices: Mapping[FusedExperts, int] = MappingProxyType({})
 
 
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
@@ -91,7 +99,18 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     if view.head is None:
         _refuse_without_head(view, mesh, config)
     mechanisms = check_options(view, mesh, config)
-    parts = Parts(view, list(_in_blocks(view, mesh, config)), mechanisms)
+    slices = choose_slices(view, config.expert_slices, compute_dtype_of(config))
+    in_blocks = list(_in_blocks(view, mesh, config))
+    if slices:
+        experts, size = (
+            {each.module for each in slices},
+            view.decoder.config.hidden_size,
+        )
+        in_blocks = [
+            each._replace(modules=beside_slices(each.modules, experts, size))
+            for each in in_blocks
+        ]
+    parts = Parts(view, in_blocks, mechanisms, slices=slices)
     if view.head is None:
         return (
             parts._replace(vocabularies=vocabularies(model))

@@ -267,6 +267,30 @@ def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
 
 
+MIXTURE = {
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("slices", "checkpoint"), [(4, "full"), *long((2, "attention"), (4, "none"))]
+)
+def test_experts_in_slices_are_counted_as_traced(slices, checkpoint):
+    config = models.config("qwen3_moe", **WIDE | MIXTURE)
+    setting = Setting(length=8192, ring=2, checkpoint=checkpoint, expert_slices=slices)
+    shape = from_config(config.to_dict(), "qwen3_moe")
+    formula = training_memory(shape, setting).peak_bytes
+    assert formula == pytest.approx(
+        trace(config, setting, 0).peak.total_bytes, rel=0.05
+    )
+    assert (
+        formula < training_memory(shape, replace(setting, expert_slices=1)).peak_bytes
+    )
+
+
 def held(mesh, config, setting):
     model, _, batch = prepare(
         AutoModelForCausalLM.from_config(config).float(), mesh, setting

@@ -15,6 +15,7 @@ from ringspan.core.messages.units import shown_bytes
 from ringspan.plan.model.configs import MODELS
 
 if TYPE_CHECKING:
+    from ringspan.core.names import ExpertSlices
     from ringspan.plan.cluster.devices import Device as Accelerator
     from ringspan.plan.documents import LayoutCost
     from ringspan.plan.generation.planner import TextPlan
@@ -91,7 +92,7 @@ _OF_SEQUENCES = (
 )  # fmt: skip
 _OF_TRAINING = (
     *_OF_SEQUENCES, "parameter_dtype", "optimizer_state", "route", "comm_dtype", "lora", "weights", "group",
-    "completion",
+    "completion", "expert_slices",
 )  # fmt: skip
 
 
@@ -113,6 +114,12 @@ def command(
             min=0, help="Parts of a sequence, computed in turn; 0: as many as it takes."
         ),
     ] = 1,
+    expert_slices: Annotated[
+        str,
+        typer.Option(
+            help="Parts in which a layer's experts are gathered: a number, or auto, the fewest of 2 GiB at most."
+        ),
+    ] = "1",
     lora: Annotated[
         int,
         typer.Option(
@@ -263,6 +270,7 @@ def command(
         route=route,
         comm_dtype=comm_dtype,
         folds=folds,
+        expert_slices=_slices(expert_slices),
         optimizer_state=find_name(
             "--optimizer-state", optimizer_state, tuple(MOMENT_BYTES), ConfigError
         ),
@@ -283,6 +291,17 @@ def command(
         as_json=as_json,
     )
     _answer(question, wanted)
+
+
+def _slices(text: str) -> "ExpertSlices":
+    """Read --expert-slices; ConfigError for what is neither a number nor auto."""
+    if text == "auto":
+        return "auto"
+    if not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(
+            f"--expert-slices {text}: use a number of slices, such as 4, or auto"
+        )
+    return int(text)
 
 
 def _refuse_given(context: typer.Context, others: tuple[str, ...], mode: str) -> None:

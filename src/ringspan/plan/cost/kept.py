@@ -52,11 +52,13 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
     """
     a, counts = setting.number_bytes, local.counted(layers)
     if setting.checkpoint == "none":
-        left = "feedforward" if setting.feedforward_tokens else ""
-        rows = ((parts_of(kind, setting), count) for kind, count in counts.items())
-        return sum(
-            count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows
-        )
+        total = 0
+        for kind, count in counts.items():
+            parts = parts_of(kind, setting)
+            if setting.tokens_at_once(kind):
+                del parts["feedforward"]
+            total += count * sum(parts.values())
+        return total
     inputs = (
         a * local.hidden * local.streams * -(-layers // setting.layers_per_checkpoint)
     )

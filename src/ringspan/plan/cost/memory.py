@@ -80,6 +80,20 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
     return max(moments, key=lambda memory: memory.peak_bytes)
 
 
+def gathered_layer_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes of the largest layer once gathered: of experts in slices, the one in use and the next."""
+    shape = shape.split(setting.tp)
+    return max(
+        shape.bytes_of(
+            kind.parameters
+            - (kind.experts[1] - 2 * part if (part := setting.slice_of(kind)) else 0),
+            kind.packed,
+            setting.number_bytes,
+        )
+        for kind in shape.counted(shape.layers)
+    )
+
+
 def held_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return the bytes that a decoder keeps on the device from forward to backward, besides its batch."""
     step = _Step(shape, setting)
@@ -108,10 +122,13 @@ class _Step:
         self.tokens, self.ranks = setting.tokens, setting.ring
         self._attention_bytes: dict[LayerKind, tuple[int, int]] = {}
         self.root, kinds = self.shape.root, self.shape.counted(self.shape.layers)
-        self.layer = max(kind.trained for kind in kinds)
-        self.layer_bytes = max(
-            self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds
+        self.layer = max(
+            max(kind.trained - self.sliced(kind), setting.slice_of(kind))
+            for kind in kinds
         )
+        self.layer_bytes = gathered_layer_bytes(shape, setting)
+        # The next layer's weights, without experts that are gathered in slices.
+        self.next_bytes = max(self._bytes_beside_slices(kind) for kind in kinds)
         # The unpacked weights of one layer, while it computes.
         self.unpacked = self.a * max(kind.packed for kind in kinds)
         self.parameters = local_parameter_bytes(shape, setting)
@@ -132,6 +149,15 @@ class _Step:
         self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
         # The root's parameters stay gathered from the first layer to the last gradient.
         self.gathered = self.a * self.root
+
+    def sliced(self, kind: LayerKind) -> int:
+        """Return the trained weights of a layer's experts that slices reduce before the rest of the layer."""
+        is_sliced = self.setting.slices_of(kind) > 1 and not kind.frozen
+        return kind.experts[1] if is_sliced else 0
+
+    def _bytes_beside_slices(self, kind: LayerKind) -> int:
+        sliced = kind.experts[1] if self.setting.slices_of(kind) > 1 else 0
+        return self.shape.bytes_of(kind.parameters - sliced, kind.packed, self.a)
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
         """Return what ``layers`` layers keep on the device, with recomputed inputs; if offloaded, prefetched pieces."""
@@ -256,7 +282,9 @@ class _Step:
         layers = self.shape.layers
         # The gradients of the layer finished last, being reduced in float32.
         reducing = _FLOAT32 * self.layer if done else 0
-        prefetched = self.layer_bytes if done + 1 < layers else 0
+        prefetched = self.next_bytes if done + 1 < layers else 0
+        # This layer's slices have summed their gradients before the rest has any.
+        own = self.p * self.sliced(self._kind(done)) // self.ranks
         return self.memory(
             moment,
             activations=self.kept(layers - 1 - done, backward=True)
@@ -268,7 +296,7 @@ class _Step:
             + prefetched
             + reducing
             + communication,
-            gradients=self.p * self.shape.trained_of_layers(done) // self.ranks,
+            gradients=self.p * self.shape.trained_of_layers(done) // self.ranks + own,
             done=done,
             attending=self._kind(done) if moment == ATTENTION_MOMENT else None,
         )
@@ -279,7 +307,7 @@ class _Step:
             name: self.tokens * size
             for name, size in kept.parts_of(kind, self.setting).items()
         }
-        if self.setting.feedforward_tokens:
+        if self.setting.tokens_at_once(kind):
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
             norms_copy = (
@@ -298,7 +326,7 @@ class _Step:
         """Moment at the product's gradient: three of its size (of a chunk, with all tokens' and weights' gradients)."""
         shape, a, kind = self.shape, self.a, self._kind(done)
         chunk, made = (
-            self.setting.feedforward_tokens,
+            self.setting.tokens_at_once(kind),
             sum(self._made_again(kind).values()),
         )
         if not chunk:
@@ -311,15 +339,29 @@ class _Step:
         parts = (
             kept.parts_of(kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
         )
-        weights = (
-            (_FLOAT32 + (a if a < _FLOAT32 else 0))
-            * self._gradients(kind, kind.feedforward)
-            // a
-        )
+        # Blocks add up their gradients in float32, and a slice of one block has its own.
+        sums = _FLOAT32 + (a if a < _FLOAT32 else 0)
+        slices = self.setting.slices_of(kind)
+        if slices > 1 and slices * chunk >= self.tokens:
+            sums = a
+        weights = sums * self._gradients(kind, self._weights_of_experts(kind)) // a
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
+        here += self._sums_of_slices(kind)
         return self._backward(
             "feed-forward backward", done, made, self.hidden + here + weights
         )
+
+    def _weights_of_experts(self, kind: LayerKind) -> int:
+        """Return the weights of a feed-forward that have gradients at once: of experts in slices, one slice's."""
+        part = self.setting.slice_of(kind)
+        return kind.feedforward - (kind.experts[1] - part if part else 0)
+
+    def _sums_of_slices(self, kind: LayerKind) -> int:
+        """Return the bytes of the inputs' gradients, which slices add up in float32, and of the order of rows."""
+        if self.setting.slices_of(kind) == 1:
+            return 0
+        chosen = round(kind.chosen * kind.experts[0])
+        return self.tokens * (_FLOAT32 * self.shape.hidden + 2 * _INDICES * chosen)
 
     def _norm(self, done: int) -> Memory:
         """Backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
@@ -341,7 +383,10 @@ class _Step:
                 self.hidden + rows * (copies + again) if rows else self.tokens * copies
             )
         return self._backward(
-            "norm backward", done, held, made + self._gradients(kind, kind.feedforward)
+            "norm backward",
+            done,
+            held,
+            made + self._gradients(kind, kind.feedforward - self.sliced(kind)),
         )
 
     def _mixing(self, done: int) -> Memory:
@@ -374,7 +419,9 @@ class _Step:
             if kind.index
             else shape.hidden * kind.out_size
         )
-        weights = self._gradients(kind, kind.parameters - kind.mixing + out)
+        weights = self._gradients(
+            kind, kind.parameters - kind.mixing + out - self.sliced(kind)
+        )
         dout = self.tokens * self.a * kind.out_size
         if kind not in self._attention_bytes:
             self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)

@@ -6,6 +6,7 @@ from functools import cached_property
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.expert_slices import num_slices
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.mechanisms import FOLDS, refuse_pairs
 from ringspan.core.names import (
@@ -99,6 +100,26 @@ class Setting(StepConfig):
         if self.norm_chunk_tokens == "auto" and self.fold.tokens < FREE_NORM_TOKENS:
             return 0
         return self._chunk_tokens(self.norm_chunk_tokens)
+
+    def slices_of(self, kind: LayerKind) -> int:
+        """Return the number of slices of a layer's experts; 1 for a layer without experts."""
+        experts, numbers = kind.experts
+        if not experts or self.expert_slices == 1:
+            return 1
+        return num_slices(self.expert_slices, experts, numbers * self.number_bytes)
+
+    def tokens_at_once(self, kind: LayerKind) -> int:
+        """Return the tokens that a layer's feed-forward computes at once, 0 for all; a slice has its share of rows."""
+        slices, chunk = self.slices_of(kind), self.feedforward_tokens
+        if slices == 1:
+            return chunk
+        share = -(-self.tokens // slices)
+        return min(chunk, share) if chunk else share
+
+    def slice_of(self, kind: LayerKind) -> int:
+        """Return the weights of the largest slice of a layer's experts; 0 if they are gathered with their layer."""
+        slices, (experts, numbers) = self.slices_of(kind), kind.experts
+        return numbers * -(-experts // slices) // experts if slices > 1 else 0
 
     def _chunk_tokens(self, chosen: ChunkTokens) -> int:
         if chosen == "auto":

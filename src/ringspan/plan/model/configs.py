@@ -34,7 +34,9 @@ def _kind(values: Mapping[str, Any]) -> LayerKind:
     if "mask" in values:
         values = {**values, "mask": LayerMask(**values["mask"])}
     if "index" in values:
-        values = {**values, "index": Index(**values["index"])}
+        index = dict(values["index"])
+        index["tail"] = tuple(index.get("tail", (0, 0)))
+        values = {**values, "index": Index(**index)}
     made = {
         name: tuple(values[name]) for name in ("linears", "experts") if name in values
     }

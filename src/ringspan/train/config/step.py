@@ -38,6 +38,7 @@ KEYS: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("memory.feedforward_chunk_tokens", "memory.norm_chunk_tokens"), STEP
     ),
+    "memory.expert_slices": STEP,
     "memory.activation_bytes": NAMED,
     **dict.fromkeys(("optimizer.z_loss", "optimizer.label_smoothing"), STEP),
     "optimizer.index_loss": STEP,

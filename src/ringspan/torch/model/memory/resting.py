@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Resting:
         self._mesh, self._is_agreeing = mesh, False
         self._is_awake: dict[Any, bool] = {}
         self._filled: set[Any] = set()  # parts that got zeros in this backward pass
+        # Experts that are gathered in slices fill in zeros themselves, and know whether a token chose one.
+        self._sliced: dict[Any, list[Any]] = {}
         for layer in layers:
             parts = _resting_parts(
                 layer, has_replicas=mesh.get_group("replicate").size() > 1
@@ -35,30 +38,51 @@ class Resting:
                 for group in groups_in(layer)
                 for parameter in group.fsdp_params
             )
-            if resting := [
+            resting = [
                 parameter
                 for parameter in every
                 if parameter._module_info.module in parts
-            ]:
-                self._is_awake |= dict.fromkeys(resting, False)
-                layer.register_forward_pre_hook(partial(self._watch, resting))
+            ]
+            sliced = {
+                module: [
+                    parameter
+                    for part in module.slices  # pyright: ignore[reportGeneralTypeIssues]
+                    for group in groups_in(part)
+                    for parameter in group.fsdp_params
+                ]
+                for module in parts
+                if hasattr(module, "ring_is_awake")
+            }
+            if resting or sliced:
+                self._sliced |= sliced
+                for parameters in (resting, *sliced.values()):
+                    self._is_awake |= dict.fromkeys(parameters, False)
+                layer.register_forward_pre_hook(partial(self._watch, resting, sliced))
 
     def _watch(
-        self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]
+        self,
+        resting: list[Any],
+        sliced: dict[Any, list[Any]],
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
+        every = chain(resting, *sliced.values())
         if torch.is_grad_enabled() and any(
-            parameter.sharded_param.requires_grad for parameter in resting
+            parameter.sharded_param.requires_grad for parameter in every
         ):
             args = (
                 args[0] if args[0].requires_grad else args[0].detach().requires_grad_(),
                 *args[1:],
             )
             # The gradient of the layer's input is its last, computed just before FSDP sums weight gradients.
-            args[0].register_hook(lambda _: self._fill(resting))
+            args[0].register_hook(lambda _: self._fill(resting, sliced))
         return args
 
-    def _fill(self, resting: list[Any]) -> None:
+    def _fill(self, resting: list[Any], sliced: dict[Any, list[Any]]) -> None:
         """Note which parts have a gradient on this rank, and give the others zeros."""
+        for module, parameters in sliced.items():
+            for parameter in parameters:
+                self._is_awake[parameter] |= bool(module.ring_is_awake)
         for parameter in resting:
             whole = parameter._unsharded_param
             gradients = (
@@ -103,6 +127,8 @@ class Resting:
                 drop_unsummed(each)
         self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
         self._filled.clear()
+        for module in self._sliced:
+            module.ring_is_awake = None
 
 
 def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:

@@ -21,6 +21,7 @@ from ringspan.torch.model.memory.resting import (
     groups_in,
     groups_of_state,
 )
+from ringspan.torch.model.memory.slices import slice_placement
 from ringspan.torch.model.weights.deferred import held_regions
 from ringspan.torch.model.weights.packed import split_into_parts
 
@@ -30,10 +31,11 @@ _log: Final = logging.getLogger(__name__)
 def shard_weights(
     model: nn.Module,
     layers: Sequence[nn.Module],
+    slices: Sequence[nn.Module],
     mesh: DeviceMesh,
     compute_dtype: torch.dtype | None,
 ) -> None:
-    """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy."""
+    """Shard each slice's parameters, each layer's, then those around them, over the ring, in place; replicas copy."""
     # Gradients are summed over all ranks in float32, or in float64 where parameters are.
     is_double = any(
         p.dtype == torch.float64 and p.requires_grad for p in model.parameters()
@@ -48,6 +50,9 @@ def shard_weights(
         if mesh.get_group("replicate").size() > 1
         else mesh["ring"]
     )
+    placement = slice_placement(mesh.get_group("ring").size())
+    for each in slices:
+        fully_shard(each, mesh=axes, mp_policy=precision, shard_placement_fn=placement)
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)
     Resting(layers, mesh)
@@ -236,6 +241,7 @@ def _reset_iteration(model: FSDPModule) -> None:
     for group in _groups_of(model):
         group._training_state = type(group._training_state).IDLE
         group._partial_reduce_output = None
+        group.wait_for_unshard()  # a slice may be on its way
         group.reshard()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False

@@ -214,6 +214,16 @@ def source_of(parameter: Tensor) -> Deferred | None:
     return getattr(parameter, _SOURCE, None) if parameter.is_meta else None
 
 
+def rows_of(parameter: nn.Parameter, first: int, last: int) -> nn.Parameter:
+    """Return rows of a parameter as another one, over the same memory or with a part of its source."""
+    rows = nn.Parameter(
+        parameter.detach()[first:last], requires_grad=parameter.requires_grad
+    )
+    if (source := source_of(parameter)) is not None:
+        setattr(rows, _SOURCE, source[first:last])
+    return rows
+
+
 def sources_in(model: nn.Module) -> dict[str, Deferred]:
     """Return a model's unread parameters' sources by name, in file order."""
     found = {

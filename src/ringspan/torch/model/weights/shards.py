@@ -3,9 +3,10 @@
 Files and other programs take the same stream: one rank, or every one, gets the numbers, and the others send theirs.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ from ringspan.torch.model.weights.deferred import (
     region_of,
     shape_of,
 )
+
+SLICES: Final = "slices"
+"""Name of the list of slices in a module of experts, hence in the names of their parameters."""
+_SLICE: Final = re.compile(rf"\.{SLICES}\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Shards:
 
 def shards_of(model: PreTrainedModel, readers: Readers) -> dict[str, Deferred]:
     """Return the saved tensors, for collective reading. All ranks call it."""
-    names = saved_names(model)
+    names = _saved_parts(model)
     everything = tensors_of(model)
     shards = [
         Shards(name, everything[name], place, readers)
@@ -135,7 +140,24 @@ def shards_of(model: PreTrainedModel, readers: Readers) -> dict[str, Deferred]:
             if rank[index] is not None:
                 first.setdefault(repr(rank[index][1]), rank[index])
         each.everyone = [*first.values()]
-    return {each.name: deferred(each) for each in shards}
+    return _joined({each.name: deferred(each) for each in shards})
+
+
+def _joined(tensors: dict[str, Deferred]) -> dict[str, Deferred]:
+    """Join the slices of experts under the names that their tensors have in files."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(whole_name(name), []).append(tensor)
+    joined = {
+        name: each[0] if len(each) == 1 else torch.cat(each)
+        for name, each in parts.items()
+    }
+    return cast("dict[str, Deferred]", joined)
+
+
+def whole_name(name: str) -> str:
+    """Return the name that a parameter, or the tensor that it is a slice of, has in files."""
+    return _SLICE.sub(".", name)
 
 
 def as_stored(
@@ -146,16 +168,28 @@ def as_stored(
     original: bool = True,
 ) -> dict[str, Any]:
     """Return tensors under the names and in the form of a checkpoint's files, parameters in ``dtype`` if given."""
-    cast = dict(tensors)
+    stored = dict(tensors)
     if dtype is not None:
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            if name in cast:
-                cast[name] = cast[name].to(dtype)
-    return revert_weight_conversion(model, cast) if original else cast
+        parameters = model.named_parameters(remove_duplicate=False)
+        for name in {whole_name(name) for name, _ in parameters}:
+            if name in stored:
+                stored[name] = stored[name].to(dtype)
+    return revert_weight_conversion(model, stored) if original else stored
 
 
 def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return saved parameters and persistent buffers with all their names, tied ones under their original."""
+    """Return saved parameters and persistent buffers with all their names, tied ones under their original.
+
+    Experts that are gathered in slices have the names of their whole tensors.
+    """
+    return {
+        whole_name(name): [*map(whole_name, names)]
+        for name, names in _saved_parts(model).items()
+    }
+
+
+def _saved_parts(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return ``saved_names`` with each slice of experts under its own name."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}

@@ -5,6 +5,7 @@ Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context M
 
 import inspect
 import logging
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -68,6 +69,30 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
         raise UnsupportedError(
             f"{view.name} has no decoder layers whose feed-forward could run in chunks"
         )
+    return found
+
+
+def beside_slices(
+    feedforwards: Iterable[nn.Module], experts: Container[nn.Module], size: int
+) -> list[nn.Module]:
+    """Return the feed-forwards; of those with sliced experts, the parts that can run in blocks, such as shared experts.
+
+    In blocks of tokens, a whole mixture would gather all slices for each block. Slices have blocks of their own.
+    """
+    verdicts: dict[Any, str] = {}
+    found: list[nn.Module] = []
+    for module in feedforwards:
+        if not any(part in experts for part in module.modules()):
+            found.append(module)
+            continue
+        for child in module.children():
+            if any(part in experts for part in child.modules()):
+                continue
+            kind = kind_of(child)
+            if kind not in verdicts:
+                verdicts[kind] = _why_not(child, size)
+            if not verdicts[kind]:
+                found.append(child)
     return found
 
 
