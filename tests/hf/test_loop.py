@@ -11,10 +11,12 @@ from torch.utils.data import DataLoader
 import ringspan as rs
 from ringspan.hf import RingConfig, ring_accelerator
 from ringspan.torch.model.saving import whole_weights
+from ringspan.torch.model.weights.shards import join_slices
 from tests.cases import long
 from tests.hf.launchers import launched
 from tests.hf.trainers import Examples
-from tests.torch.models import build, relative
+from tests.torch.model.memory import test_slices
+from tests.torch.models import build, close_by_name, relative, whole
 
 BATCHES = 6  # of four examples, two of them accumulated
 ROWS = Examples(4 * BATCHES)
@@ -230,3 +232,29 @@ def test_a_script_is_launched(tmp_path, launcher, ranks):
     )
     assert out.startswith("loss 4.") and f"on {ranks} rank" in out
     assert (tmp_path / "state" / "model.safetensors").is_file()
+
+
+def stepped_slices(mesh, bound):
+    """A clipped step of an optimizer that was made before its model was put on the ring."""
+    model = test_slices.mixture("qwen3_moe")
+    optimizer = test_slices.make_optimizer(model)
+    config = RingConfig(mesh=mesh, expert_slices=3)
+    accelerator = ring_accelerator(config, cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    test_slices.loss_of(model, mesh, {}).backward()
+    norm = accelerator.clip_grad_norm_(model.parameters(), bound)
+    optimizer.step()
+    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return whole(norm), join_slices(weights)
+
+
+def test_slices_of_experts_are_stepped_and_clipped(world):
+    model, bound = test_slices.mixture("qwen3_moe"), 0.1
+    optimizer = test_slices.make_optimizer(model)
+    test_slices.alone(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+    assert norm > bound
+    optimizer.step()
+    for found, weights in world(2).run(stepped_slices, 2, bound):
+        assert relative(found, norm) < 1e-9
+        close_by_name(weights, dict(model.named_parameters()), 1e-9)

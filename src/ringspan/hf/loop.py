@@ -23,6 +23,7 @@ from ringspan.hf.seams import plain_optimizer
 from ringspan.torch.model.layers.modules import refusing
 from ringspan.torch.model.layers.view import RingModel
 from ringspan.torch.model.saving import whole_weights
+from ringspan.torch.model.weights.shards import whole_name
 
 _WEIGHTS = "model.safetensors"
 
@@ -135,7 +136,11 @@ class LoopAccelerator(RingAccelerator):
         shards = {id(model): dict(model.named_parameters()) for model in models}
         for optimizer in (item for item in args if isinstance(item, Optimizer)):
             for group in plain_optimizer(optimizer).param_groups:
-                group["params"] = [_shard_of(p, names, shards) for p in group["params"]]
+                group["params"] = [
+                    shard
+                    for parameter in group["params"]
+                    for shard in _shards_of(parameter, names, shards)
+                ]
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
@@ -249,16 +254,20 @@ class _ReplicaScheduler(AcceleratedScheduler):
         return None
 
 
-def _shard_of(
+def _shards_of(
     parameter: nn.Parameter,
     names: dict[int, tuple[nn.Module, str]],
     shards: dict[int, dict[str, nn.Parameter]],
-) -> nn.Parameter:
+) -> list[nn.Parameter]:
+    """Return the shard of a parameter, or of experts that are gathered in slices, each slice's."""
     if id(parameter) in names:
         model, name = names[id(parameter)]
-        return shards[id(model)][name]
+        found = shards[id(model)]
+        if name in found:
+            return [found[name]]
+        return [shard for own, shard in found.items() if whole_name(own) == name]
     if any(parameter is shard for each in shards.values() for shard in each.values()):
-        return parameter
+        return [parameter]
     raise UnsupportedError(
         "the optimizer has parameters of no model that was prepared; prepare both in one call"
     )

@@ -17,6 +17,7 @@ from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
 from ringspan.torch.model.layers.positions import may_begin_anywhere
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
+from ringspan.torch.model.weights.shards import join_slices
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
 
@@ -179,18 +180,20 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
         found.losses.append(value.detach())
         value.backward()
         if step == 0:
-            found.gradients = {
+            gradients = {
                 name: None if p.grad is None else whole(p.grad).clone()
                 for name, p in model.named_parameters()
                 if p.requires_grad
             }
+            found.gradients = join_slices(gradients)
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {
+    weights = {
         f"{name} after the steps": whole(p.detach()).clone()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+    found.weights = join_slices(weights)
 
 
 def layers_alone(

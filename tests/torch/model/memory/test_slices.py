@@ -25,11 +25,13 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.expert_slices import num_slices, slice_bounds
 from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.model.memory.resting import groups_in
-from ringspan.torch.model.weights.shards import whole_name
+from ringspan.torch.model.weights.shards import join_slices
 from tests.cases import long
 from tests.every_model.hybrids import hybrid_config
 from tests.every_model.weights import differences, stored
+from tests.torch.model import test_four_bits
 from tests.torch.model.memory.test_resting import model_with_zero_experts
+from tests.torch.model.test_peft import LIMITS as PACKED_LIMITS
 from tests.torch.models import (
     build,
     check,
@@ -91,17 +93,6 @@ def mixture(
     return model
 
 
-def joined(gradients: dict[str, Any]) -> dict[str, Any]:
-    """Put the slices' gradients together under the names of one process."""
-    parts: dict[str, list[Any]] = {}
-    for name, gradient in gradients.items():
-        parts.setdefault(whole_name(name), []).append(gradient)
-    return {
-        name: each[0] if len(each) == 1 or each[0] is None else torch.cat(each)
-        for name, each in parts.items()
-    }
-
-
 def alone(model: Any) -> tuple[Any, dict[str, Any]]:
     """The step of one process, whose loss is computed in float64 too."""
     ids = tokens(1, 37)
@@ -114,7 +105,7 @@ def alone(model: Any) -> tuple[Any, dict[str, Any]]:
 def trained(mesh, kind, how, options):
     model = rs.parallelize(mixture(kind, how), mesh, **options)
     loss, gradients = step(model, mesh)
-    return loss, joined(gradients)
+    return loss, join_slices(gradients)
 
 
 CASES = [
@@ -163,7 +154,7 @@ def trained_twice(mesh, kind, how, options):
     inner.set_requires_gradient_sync(True)
     loss = loss_of(model, mesh, options)
     loss.backward()
-    return loss.detach(), joined(whole_gradients(model))
+    return loss.detach(), join_slices(whole_gradients(model))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +260,7 @@ def resting(mesh, num_chosen, how, slices):
     step(model, mesh)
     inner.set_requires_gradient_sync(True)
     loss, gradients = step(model, mesh)
-    return loss, joined(gradients)
+    return loss, join_slices(gradients)
 
 
 @pytest.mark.parametrize("how", ["trained", "LoRA"])
@@ -278,6 +269,16 @@ def test_experts_that_nobody_chooses_have_no_gradient(pool, num_chosen, how):
     model = model_with_zero_experts(num_chosen, is_adapted=how == "LoRA")
     expected = [step(model) for _ in range(2)][1]
     check(pool.run(resting, 2, num_chosen, how, 2), expected)
+
+
+@pytest.mark.parametrize("in_parts", [True, *long(False)])
+def test_experts_beside_packed_weights_are_sliced(pool, tmp_path, in_parts):
+    bits = "nf4, scales packed"
+    build("mixtral", num_local_experts=4).save_pretrained(tmp_path)
+    model = test_four_bits.adapted(test_four_bits.opened(tmp_path, bits))
+    expected = test_four_bits.trained(step(model))
+    given = (tmp_path, bits, in_parts, {"expert_slices": 2})
+    check(pool.run(test_four_bits.ring_step, 2, *given), expected, PACKED_LIMITS)
 
 
 def files_of(model: Any) -> dict[str, Any]:
@@ -345,13 +346,19 @@ def stepped(mesh, folder, slices, *, resumes):
         error = checkpoints.save(2, state, own, {}, mesh={"ring": 1}, layout="zigzag")
         assert error is None
     checkpoints.close()
-    return joined({name: whole(p.detach()) for name, p in model.named_parameters()})
+    return join_slices(
+        {name: whole(p.detach()) for name, p in model.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [((2, 2), (4, 2)), ((4, 3), (4, 2)), ((1, 1), (2, EXPERTS)), ((2, 2), (1, 1))],
-    ids=["other rings", "other slices", "from whole", "to whole"],
+    [
+        pytest.param((2, 2), (4, 2), id="other rings"),
+        pytest.param((4, 3), (4, 2), id="other slices"),
+        pytest.param((1, 1), (2, EXPERTS), id="from whole", marks=pytest.mark.long),
+        pytest.param((2, 2), (1, 1), id="to whole", marks=pytest.mark.long),
+    ],
 )
 def test_training_resumes_with_other_slices_and_rings(pool, tmp_path, saved, resumed):
     model = mixture("deepseek_v3")
@@ -370,7 +377,7 @@ def test_training_resumes_with_other_slices_and_rings(pool, tmp_path, saved, res
 def routed(model, batch):
     loss = model(**batch, output_router_logits=True).loss
     loss.backward()
-    return loss.detach(), joined(whole_gradients(model))
+    return loss.detach(), join_slices(whole_gradients(model))
 
 
 def routed_on_ring(mesh):
@@ -407,7 +414,7 @@ def computed_in_16_bits(mesh, slices, implementation):
         model, mesh, expert_slices=slices, compute_dtype=torch.bfloat16
     )
     loss, gradients = step(model, mesh)
-    return loss, joined(gradients)
+    return loss, join_slices(gradients)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -6,7 +6,7 @@ Files and other programs take the same stream: one rank, or every one, gets the 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -140,19 +140,18 @@ def shards_of(model: PreTrainedModel, readers: Readers) -> dict[str, Deferred]:
             if rank[index] is not None:
                 first.setdefault(repr(rank[index][1]), rank[index])
         each.everyone = [*first.values()]
-    return _joined({each.name: deferred(each) for each in shards})
+    return join_slices({each.name: deferred(each) for each in shards})
 
 
-def _joined(tensors: dict[str, Deferred]) -> dict[str, Deferred]:
-    """Join the slices of experts under the names that their tensors have in files."""
-    parts: dict[str, list[Tensor]] = {}
+def join_slices(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Join the slices of experts under the names that their tensors have in files; None if the first one is."""
+    parts: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         parts.setdefault(whole_name(name), []).append(tensor)
-    joined = {
-        name: each[0] if len(each) == 1 else torch.cat(each)
+    return {
+        name: each[0] if len(each) == 1 or each[0] is None else torch.cat(each)
         for name, each in parts.items()
     }
-    return cast("dict[str, Deferred]", joined)
 
 
 def whole_name(name: str) -> str:
