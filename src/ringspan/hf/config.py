@@ -34,6 +34,8 @@ class RingConfig(StepConfig):
         replay_routes: let mixtures of experts train on the routes that tokens took when they were written: the routes
             that the vLLM server returns (``rollout``), or that the pass for the old log-probabilities chose (``old``).
             Experts' weights come from the live scores.
+        async_save: write checkpoints of a trainer beside its steps, from a copy in host memory. ``on_save`` is called
+            when a checkpoint is complete, with the state of its step.
         prove: before the first step, prove a small model like this one exact with these options (``ringspan.prove``);
             rank 0 logs the verdict and its seconds, and a difference raises.
 
@@ -53,6 +55,7 @@ class RingConfig(StepConfig):
     vllm_weights_folder: str | None = None
     vllm_adapter_only: bool = False
     replay_routes: ReplayName | None = None
+    async_save: bool = False
     prove: bool = False
 
     def __post_init__(self) -> None:

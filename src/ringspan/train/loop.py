@@ -104,7 +104,7 @@ class _Run:
             folder,
             run_id=record.run_id,
             keep=settings.keep,
-            asynchronous=settings.asynchronous,
+            asynchronous=settings.async_save,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
         self._eval_step: int | None = None  # the step whose weights had that loss

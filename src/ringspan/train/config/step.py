@@ -52,7 +52,7 @@ KEYS: Final[dict[str, str]] = {
     "optimizer.rounding": NAMED,
     **dict.fromkeys(("evaluation.every_steps", "evaluation.num_sequences"), BESIDE),
     **dict.fromkeys(("checkpoints.every_steps", "checkpoints.keep"), BESIDE),
-    "checkpoints.asynchronous": BESIDE,
+    "checkpoints.async_save": BESIDE,
     **dict.fromkeys(("guard.non_finite", "guard.max_skipped_steps"), BESIDE),
     **dict.fromkeys(("guard.spike", "guard.spike_zscore"), BESIDE),
     **dict.fromkeys(("guard.spike_window_steps", "guard.max_rewinds"), BESIDE),

@@ -222,8 +222,21 @@ class CheckpointsConfig(Table):
     model cannot be written."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
-    asynchronous: bool = True
+    async_save: bool = True
     """Write during training, from a copy of this rank's shards in CPU memory; false: training waits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_earlier_name(cls, values: object) -> object:
+        """Read ``asynchronous``, the name of ``async_save`` in files of earlier releases and their runs."""
+        if not isinstance(values, dict) or "asynchronous" not in values:
+            return values
+        if "async_save" in values:
+            raise ConfigError(
+                "checkpoints.asynchronous is the earlier name of checkpoints.async_save, which is set too; leave it out"
+            )
+        others = {name: x for name, x in values.items() if name != "asynchronous"}
+        return others | {"async_save": values["asynchronous"]}
 
 
 class GuardConfig(Table):
