@@ -1,4 +1,4 @@
-"""Work beside training: one job at a time in a thread of every rank, with a process group of its own."""
+"""Work during training: one job at a time in a thread of every rank, with a process group of its own."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ringspan.torch.runtime.mesh import world_timeout_seconds
 
 
 class Background:
-    """The jobs of one run beside its steps. All ranks make it, start the same jobs and close it."""
+    """The jobs of one run during its steps. All ranks make it, start the same jobs and close it."""
 
     def __init__(self) -> None:
         """Make the process group; collective."""

@@ -110,7 +110,7 @@ class Checkpoints:
         asynchronous: bool = True,
         background: Background | None = None,
     ) -> None:
-        """Prepare the folder, and what saves beside training unless it is given; collective."""
+        """Prepare the folder, and what saves during training unless it is given; collective."""
         self.folder, self.run_id = folder, run_id
         self._keep, self._asynchronous = keep, asynchronous
         self._background = Background() if background is None else background
@@ -213,11 +213,11 @@ class Checkpoints:
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
 
     def close(self) -> CheckpointError | None:
-        """Wait for the current save, and end what was made to save beside training."""
+        """Wait for the current save, and end what was made to save during training."""
         return self._background.close() if self._owns_background else self.wait()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot and commit it; all ranks call it, beside training.
+        """Write a snapshot and commit it; all ranks call it, during training.
 
         Ranks check the room together, write their shards, and rank 0 commits. After an error the scratch folder is
         removed.

@@ -1,4 +1,4 @@
-"""A folder or file that all ranks write beside training, and that has its name once it is complete."""
+"""A folder or file that all ranks write during training, and that has its name once it is complete."""
 
 import shutil
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def remove(path: Path) -> None:
 
 
 def _prepare(target: Path) -> None:
-    """Remove what interrupted saves left beside the target."""
+    """Remove what interrupted saves left next to the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     replaced = target.with_name(f"{_REPLACED}{target.name}")
     # A crash between the two renames of a commit left the earlier one under this name.

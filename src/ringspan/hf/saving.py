@@ -1,4 +1,4 @@
-"""A trainer's checkpoints, written beside its steps."""
+"""A trainer's checkpoints, written during its steps."""
 
 import copy
 import shutil
@@ -43,7 +43,7 @@ class _Parts:
 
 
 class AsyncSaves:
-    """The checkpoints that a trainer writes beside its steps, one at a time.
+    """The checkpoints that a trainer writes during its steps, one at a time.
 
     Trainer's own code saves into a temporary folder of each rank, which takes what is small. What is large is copied
     into host memory. A thread then writes all of it, so that a step waits for no disk, shared or not.
@@ -102,7 +102,7 @@ class AsyncSaves:
         self._collected()[0].is_pushed = True
 
     def begin(self, target: Path, state: TrainerState, limit: int | None) -> None:
-        """Write the collected parts beside training, then remove checkpoints beyond a limit as Trainer does."""
+        """Write the collected parts during training, then remove checkpoints beyond a limit as Trainer does."""
         parts, background = self._collected()
         local = parts.local / target.name
         writes = [lambda folder: _copy(background, local, folder), *parts.writes]
@@ -144,7 +144,7 @@ class AsyncSaves:
 
 
 def note_best(state: TrainerState, local: Path, target: Path, *, writes: bool) -> None:
-    """Name the checkpoint by its later place where the trainer took it for the best model so far."""
+    """Name the checkpoint by its later place, if it has the best model so far."""
     if state.best_model_checkpoint == str(local / target.name):
         state.best_model_checkpoint = str(target)
         if writes:

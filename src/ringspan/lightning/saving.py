@@ -1,4 +1,4 @@
-"""Lightning's checkpoints, written beside its steps."""
+"""Lightning's checkpoints, written during its steps."""
 
 import io
 import threading
@@ -22,7 +22,7 @@ _SHARDS: Final = ".metadata"
 
 
 class AsyncSaves:
-    """The checkpoints that a strategy writes beside its steps, one at a time; all ranks make each call."""
+    """The checkpoints that a strategy writes during its steps, one at a time; all ranks make each call."""
 
     def __init__(self) -> None:
         self._background: Background | None = None

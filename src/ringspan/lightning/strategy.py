@@ -118,7 +118,7 @@ class RingStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: each rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: the devices' when None.
         timeout: of the process group.
-        async_save: write checkpoints of ``fit`` beside its steps, from a copy in host memory. A checkpoint appears
+        async_save: write checkpoints of ``fit`` during its steps, from a copy in host memory. A checkpoint appears
             under its name when it is complete, and those that it replaces are removed then.
         prove: before the first step, prove a small model like the module's exact with its options (``ringspan.prove``);
             rank 0 logs the verdict and its seconds, and a difference raises.

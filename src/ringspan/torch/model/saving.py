@@ -159,7 +159,7 @@ def begin_saving(
 ) -> Callable[[Path, Vote], None]:
     """Write a model's folder without its weights, and copy these; return what writes them later, into any folder.
 
-    All ranks call both, the second beside training: it exchanges over ``group`` alone. An adapter, and a model with
+    All ranks call both, the second during training: it exchanges over ``group`` alone. An adapter, and a model with
     adapters of its own, are written with their weights at once.
     """
     ours: Any = model
@@ -167,7 +167,7 @@ def begin_saving(
         ours.save_pretrained(folder)
         return lambda folder, vote: None
     is_writer = dist.get_rank() == int(ours.ring_mesh.mesh.min())
-    save: Any = super(Saved, ours).save_pretrained
+    save: Any = super(Saved, ours).save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
     with in_call("saving the model"), as_trained(ours):
         refuse_saving(ours, {}, is_streamed=True)
         settle(ours)

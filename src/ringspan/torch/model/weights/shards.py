@@ -32,8 +32,8 @@ from ringspan.torch.model.weights.deferred import (
 class Readers:
     """The ranks that get the numbers: the first of the mesh, or every one; in host memory or on the weights' device.
 
-    With a ``group`` of all ranks the first gets those of now at any later time, over that group: a copy waits in each
-    rank's host memory.
+    With a ``group`` of all ranks the first gets the present numbers at any later time, over that group: a copy waits in
+    each rank's host memory.
     """
 
     mesh: DeviceMesh

@@ -234,7 +234,7 @@ def plan_weights(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> WeightsPlan:
-    """Plan the files of a model; with a ``group``, of copies that can be written beside training over that group."""
+    """Plan the files of a model; with a ``group``, of copies that can be written during training over that group."""
     readers = Readers(mesh, group=group)
     return plan_files(model, shards_of(model, readers), **options)
 
