@@ -63,6 +63,10 @@ def ring_accelerator(
         raise UnsupportedError(
             "async_save=True is for trainers; save_state writes while the loop waits, so leave it out"
         )
+    if config.watch_speed:
+        raise UnsupportedError(
+            "watch_speed=True is for trainers, whose steps it sees; leave it out"
+        )
     for name in (
         "parallelism_config",
         "fsdp_plugin",

@@ -50,6 +50,7 @@ from ringspan.hf.seams import (
     method_behind,
     plain_optimizer,
 )
+from ringspan.hf.speed import WatchSpeed
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.model.consistency.calls import Call, check_call, hear_all, preparing
@@ -79,7 +80,7 @@ _EVENTS: Final = frozenset(
 class AgreedCallbacks(CallbackHandler):
     """Mix-in for a trainer's callbacks: any rank's request (to stop, save, evaluate, log) holds for all.
 
-    ``on_save`` comes once a checkpoint that is written beside training is complete, with the state of its step.
+    ``on_save`` comes once a checkpoint that is written during training is complete, with the state of its step.
     """
 
     ring_mesh: DeviceMesh
@@ -187,6 +188,9 @@ class RingTrainerMixin(TrainerSeams):
         refuse_optimizer(self.optimizer, self.model)
         for callback in self.callback_handler.callbacks:
             refuse_callback(callback)
+        self._speed = WatchSpeed(self.ring_mesh) if self.ring.watch_speed else None
+        if self._speed is not None:
+            self.add_callback(self._speed)
         share_rollouts(self)
         keep_routes(self, self.ring)
         agree_on(self)
@@ -198,6 +202,8 @@ class RingTrainerMixin(TrainerSeams):
                 return super().train(*args, **kwargs)
         finally:
             self.ring_saves.settle()
+            if self._speed is not None:
+                self._speed.close()
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Evaluate; errors as in ``train``."""
@@ -208,6 +214,12 @@ class RingTrainerMixin(TrainerSeams):
         """Predict; errors as in ``train``."""
         with preparing(self.ring_mesh, "predict"):
             return super().predict(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+        """Log as the trainer does; the losses of steps with what ``watch_speed`` has compared."""
+        if self._speed is not None and "loss" in logs:
+            logs = logs | self._speed.metrics
+        super().log(logs, *args, **kwargs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, unless it would not be exact."""
@@ -351,7 +363,7 @@ class RingTrainerMixin(TrainerSeams):
             )
 
     def begin_save(self, run: Path, collect: Callable[[], None]) -> None:
-        """Collect a checkpoint by Trainer's own methods, and write it into the run's folder beside training."""
+        """Collect a checkpoint by Trainer's own methods, and write it into the run's folder during training."""
         self.control = self.finish_save(self.control)
         target, saves = run / f"{_CHECKPOINT}-{self.state.global_step}", self.ring_saves
         with saves.collecting(target.name):

@@ -53,6 +53,7 @@ KEYS: Final[dict[str, str]] = {
     **dict.fromkeys(("evaluation.every_steps", "evaluation.num_sequences"), BESIDE),
     **dict.fromkeys(("checkpoints.every_steps", "checkpoints.keep"), BESIDE),
     "checkpoints.async_save": BESIDE,
+    "watch_speed": BESIDE,
     **dict.fromkeys(("guard.non_finite", "guard.max_skipped_steps"), BESIDE),
     **dict.fromkeys(("guard.spike", "guard.spike_zscore"), BESIDE),
     **dict.fromkeys(("guard.spike_window_steps", "guard.max_rewinds"), BESIDE),
