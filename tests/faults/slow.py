@@ -1,4 +1,4 @@
-"""A rank and a link that are slowed in real jobs with ``watch_speed``: who is named, and after how many steps.
+"""A rank that is slowed in real jobs with ``watch_speed``: who is named, and after how many steps.
 
 ``python -m tests.faults.slow CONFIG FACTOR``: a job of two ranks whose second computes that many times as long.
 """
@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import namespaces
-from tests.faults.hosts import LINK, Hosts
 from tests.faults.job import Job
 from tests.faults.rows import Row
 
@@ -26,7 +24,7 @@ def slow_rank(parent: Path, times: int) -> Row:
     """A rank whose hops take a factor longer from the start."""
     row = Row(
         fault="a rank computes 1.5 to 3 times as long",
-        promise=f"named within {WITHIN_STEPS} steps; no other rank and no link",
+        promise=f"named within {WITHIN_STEPS} steps; no other rank",
     )
     named_at: dict[str, int | None] = {}
     for number in range(times):
@@ -45,45 +43,9 @@ def slow_rank(parent: Path, times: int) -> Row:
     return row
 
 
-def slow_link(parent: Path, times: int) -> Row:
-    """A link between two hosts that becomes slow in one direction while the run goes on."""
-    row = Row(
-        fault="a link between two hosts limited to 5 Mbit/s by tc, one way",
-        promise=f"named within {WITHIN_STEPS} steps; no rank",
-    )
-    after: list[int] = []
-    for number in range(times):
-        job = _job(parent, f"link-{number}", steps=36)
-        logs = parent / f"link-{number}-0.log", parent / f"link-{number}-1.log"
-        command = ["-m", "ringspan", "train", str(job.config)]
-        environment = {"HF_DATASETS_CACHE": str(parent / "cache")}
-        with Hosts(logs, command, environment) as hosts:
-            job.process, job.log = hosts.processes[0], logs[0]
-            job.until(lambda job=job: job.last_step() >= 10, 120, "progress")
-            sender = number % 2
-            inside = "nsenter", "--net", "--target", str(hosts.processes[sender].pid)
-            slow = "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "2s"
-            namespaces.run(*inside, "tc", "qdisc", "add", "dev", LINK, *slow)
-            struck = job.last_step()
-            codes = [process.wait(300) for process in hosts.processes]
-        lines = named(job.run)
-        words = f"the link from rank {sender} ("
-        right = [step - struck for step, line in lines if line.startswith(words)]
-        after += right[:1]
-        row.count(
-            codes == [0, 0]
-            and len(lines) == 1
-            and bool(right)
-            and right[0] <= WITHIN_STEPS,
-            f"struck after {struck}: {codes}, {lines}",
-        )
-    row.figures = {"named_after_steps": after}
-    return row
-
-
 def quiet(parent: Path, steps: int = 500) -> Row:
     """Nothing is slow but what other processes of the machine slow."""
-    row = Row(fault=f"{steps} quiet steps", promise="no rank and no link is named")
+    row = Row(fault=f"{steps} quiet steps", promise="no rank is named")
     job = _job(parent, "quiet", steps=steps)
     code = job.start().wait(900)
     lines = named(job.run)
@@ -99,7 +61,7 @@ def windows(run: Path) -> list[dict[str, Any]]:
 
 
 def named(run: Path) -> list[tuple[int, str]]:
-    """The lines that a run has said of slow ranks and links, with their steps."""
+    """The lines that a run has said of slow ranks, with their steps."""
     return [(each["step"], line) for each in windows(run) for line in each["lines"]]
 
 

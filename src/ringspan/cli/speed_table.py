@@ -62,7 +62,7 @@ def show_speed(run: Path) -> None:
     for line in lines:
         paragraph(out, line, first="! ", style="yellow")
     if not lines:
-        paragraph(out, "no rank and no link is slow")
+        paragraph(out, "no rank is slow")
     if not installed("matplotlib"):
         paragraph(out, f"no picture: it needs {remedy('matplotlib')}")
         return

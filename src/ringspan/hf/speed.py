@@ -1,4 +1,4 @@
-"""A trainer's watch for a slow rank or link."""
+"""A trainer's watch for a slow rank."""
 
 import logging
 from pathlib import Path

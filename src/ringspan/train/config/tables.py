@@ -294,7 +294,7 @@ class TrainConfig(Table):
     profile: bool = False
     """Draw memory and hops of the first three steps, in the folder profile of the run; slows the first two."""
     watch_speed: bool = False
-    """Name a rank that computes, or a link that sends, much slower than the others, while the run goes on."""
+    """Name a rank that computes much slower than the others, while the run continues."""
     model: ModelConfig
     """The model, its weights and its tokenizer."""
     data: DataConfig

@@ -1,4 +1,4 @@
-"""A slow rank or link, named during a run: hops and waits of every step, compared after a few.
+"""A slow rank, named during a run: hops and waits of every step, compared after a few.
 
 The ring's loop notes what a step computes and waits for: as times of the host on CPUs, as events on GPUs, which are
 read later without a synchronization. After each window of steps one small sum tells all ranks the figures of each. The
@@ -25,15 +25,16 @@ from ringspan.torch.engine.transport.exchange import (
     COUNTERS,
     HopRecord,
     TransferRecord,
+    begin_records,
+    end_records,
 )
 
 FILE: Final = "speed.jsonl"
 WINDOW_STEPS: Final = 5
 _WINDOWS: Final = 3  # in a row, before someone is named
 _SLOWER: Final = 1.25
-# Shares of a step's time below which slowness is not worth a line.
+# Share of a step's time below which slowness is not worth a line.
 _LEAST_COMPUTE: Final = 0.03
-_LEAST_WAIT: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RankTimes:
 
 @dataclass
 class _Suspicion:
-    """Windows in which a rank or a link has been slow, or was not after it was named."""
+    """Windows in which a rank has been slow, or was not after it was named."""
 
     since: int
     windows: int = 0
@@ -60,39 +61,27 @@ class _Suspicion:
 class Judge:
     """Judge of who is slow, from the times of all ranks, window after window; the same on every rank.
 
-    ``hosts`` are by rank, and ``upstream`` has the rank that sends blocks to each.
+    ``hosts`` are by rank.
     """
 
     hosts: Sequence[str]
-    upstream: Sequence[int]
     _ranks: dict[int, _Suspicion] = field(default_factory=dict)
-    _links: dict[int, _Suspicion] = field(default_factory=dict)
 
     def judge(self, first_step: int, times: Sequence[RankTimes]) -> list[str]:
-        """Take in a window that began with a step; return a line for each rank or link that is slow from now on."""
-        slow = _slow_ranks(times)
-        # A slow rank explains why others wait, so links are judged only without one.
-        links = {} if slow else _slow_links(times)
-        return [
-            *self._settle(self._ranks, slow, first_step, self._rank_line),
-            *self._settle(self._links, links, first_step, self._link_line),
-        ]
+        """Take in a window that began with a step; return a line for each rank that is slow from now on."""
+        return self._settle(_slow_ranks(times), first_step)
 
     def _settle(
-        self,
-        known: dict[int, _Suspicion],
-        found: dict[int, tuple[float, float]],
-        first_step: int,
-        describe: Callable[[int, int, tuple[float, float] | None], str],
+        self, found: dict[int, tuple[float, float]], first_step: int
     ) -> list[str]:
         """Count windows of those that were found and of those that are no longer; return what is worth a line."""
-        lines = list[str]()
+        known, lines = self._ranks, list[str]()
         for rank, figures in found.items():
             each = known.setdefault(rank, _Suspicion(first_step))
             each.windows, each.windows_without = each.windows + 1, 0
             if each.windows >= _WINDOWS and not each.is_named:
                 each.is_named = True
-                lines.append(describe(rank, each.since, figures))
+                lines.append(self._line(rank, each.since, figures))
         for rank in [rank for rank in known if rank not in found]:
             each = known[rank]
             each.windows_without += 1
@@ -101,12 +90,10 @@ class Judge:
             elif each.windows_without >= _WINDOWS:
                 del known[rank]
                 since = first_step - (_WINDOWS - 1) * WINDOW_STEPS
-                lines.append(describe(rank, since, None))
+                lines.append(self._line(rank, since, None))
         return lines
 
-    def _rank_line(
-        self, rank: int, since: int, figures: tuple[float, float] | None
-    ) -> str:
+    def _line(self, rank: int, since: int, figures: tuple[float, float] | None) -> str:
         name = f"rank {rank} ({self.hosts[rank]})"
         if figures is None:
             return f"{name} computes no longer than the others since step {since}"
@@ -114,21 +101,6 @@ class Judge:
         return (
             f"{name} computes {ratio:.1f} times as long as the median since step {since}; the others wait up to "
             f"{lost:.2g} s a step for it"
-        )
-
-    def _link_line(
-        self, rank: int, since: int, figures: tuple[float, float] | None
-    ) -> str:
-        sender = self.upstream[rank]
-        link = (
-            f"rank {sender} ({self.hosts[sender]}) to rank {rank} ({self.hosts[rank]})"
-        )
-        if figures is None:
-            return f"the link from {link} is no slower than others since step {since}"
-        _, wait = figures
-        return (
-            f"the link from {link} is slow since step {since}: {wait:.2g} s a step are waited for what comes over it, "
-            "and its sender computes as fast as others"
         )
 
 
@@ -146,23 +118,10 @@ def _slow_ranks(times: Sequence[RankTimes]) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _slow_links(times: Sequence[RankTimes]) -> dict[int, tuple[float, float]]:
-    """Return the rank that waits longest, if much longer than others and than their computing explains."""
-    longest = max(each.compute_seconds for each in times)
-    excess = [each.wait_seconds - (longest - each.compute_seconds) for each in times]
-    typical = max(0.0, statistics.median_low(excess))
-    # A slow link also delays what is passed on behind it, by less: the rank behind the link waits longest.
-    most = max(excess)
-    rank = excess.index(most)
-    is_slow = most >= 2 * typical
-    is_long = most - typical >= _LEAST_WAIT * times[rank].step_seconds
-    return {rank: (most / max(typical, 1e-9), most)} if is_slow and is_long else {}
-
-
 class SpeedWatch:
     """Times of this rank's steps, and all ranks' after each window. All ranks of the mesh make each call.
 
-    ``say`` gets a line when a rank or link is named, on the mesh's first rank, which also appends each window to a
+    ``say`` gets a line when a rank is named, on the mesh's first rank, which also appends each window to a
     file in ``folder``.
     """
 
@@ -175,7 +134,7 @@ class SpeedWatch:
         self._is_first = dist.get_rank() == int(mesh.mesh.min())
         by_rank = dict(zip(gather_over(mesh, dist.get_rank()), hosts, strict=True))
         names = [by_rank[rank] for rank in self._place]
-        self._judge = Judge(names, _upstream_of(mesh, self._place))
+        self._judge = Judge(names)
         self._file = folder / FILE
         if self._is_first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,11 +161,10 @@ class SpeedWatch:
 
     def close(self) -> None:
         """Stop noting times."""
-        COUNTERS.transfers = COUNTERS.hops = None
+        end_records()
 
     def _start_records(self) -> None:
-        self._transfers, self._hops = list[TransferRecord](), list[HopRecord]()
-        COUNTERS.transfers, COUNTERS.hops = self._transfers, self._hops
+        self._transfers, self._hops = begin_records()
 
     def _read_finished(self) -> None:
         """Add up the times of steps whose work the device has finished."""
@@ -300,16 +258,6 @@ def _is_finished(moment: Moment | None) -> bool:
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
     return sorted(int(rank) for rank in mesh.mesh.flatten())
-
-
-def _upstream_of(mesh: DeviceMesh, ranks: Sequence[int]) -> list[int]:
-    """Return, by place, the place of the rank whose blocks come to it along the axis ``ring``."""
-    axis = (mesh.mesh_dim_names or ()).index("ring")
-    before = mesh.mesh.roll(1, axis)
-    sender = dict(
-        zip(mesh.mesh.flatten().tolist(), before.flatten().tolist(), strict=True)
-    )
-    return [ranks.index(sender[rank]) for rank in ranks]
 
 
 def _host() -> str:
