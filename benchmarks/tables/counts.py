@@ -325,6 +325,9 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
         "the old or the new checkpoint loads, never neither, never a mixture; "
         f"{figures['tries_with_leftovers']} left files to remove"
     ),
+    "trainer-save": lambda figures: (
+        f"the newest checkpoint is whole and bit-equal; {figures['tries_with_leftovers']} left files to remove"
+    ),
     "link": lambda figures: (
         f"each host names the other after {_spread(figures['named_after_seconds'])}, "
         f"with a time-out of {figures['timeout_seconds']:g} s; losses bit-equal after a restart"

@@ -301,7 +301,8 @@ def test_a_full_disk_spoils_nothing_and_training_can_go_on(pool, tmp_path):
 
 def save_without_space(mesh, folder):
     checkpoints = opened(folder)
-    checkpoints._save(type("Huge", (), {"step": 1, "num_bytes": 1 << 50})())
+    huge = type("Huge", (), {"step": 1, "num_bytes": 1 << 50})()
+    checkpoints._background.start("step 1", lambda: checkpoints.write(huge))
     return str(checkpoints.close())
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,8 @@ from ringspan.checkpoints.checkpoint import (
 )
 from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running, newest_step
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One fault: how often it was tried, how often what is promised happened, and what was measured."""
-
-    fault: str
-    promise: str
-    tries: int = 0
-    passed: int = 0
-    figures: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def count(self, passed: bool, why: str = "") -> None:
-        self.tries += 1
-        self.passed += passed
-        if not passed:
-            self.failures.append(why)
+from tests.faults.rows import Row
+from tests.faults.slow import quiet, slow_rank
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -276,6 +259,13 @@ def kill_in_save(parent: Path, times: int, seed: int = 0) -> Row:
         )
     row.figures = {"saves_finished": found_steps[-1], "tries_with_leftovers": leftovers}
     return row
+
+
+def kill_in_async_save(parent: Path, times: int) -> Row:
+    """The same of a trainer of transformers, which is imported only then."""
+    from tests.faults.trainer import kill_in_async_save
+
+    return kill_in_async_save(parent, times)
 
 
 def _values(step: int) -> dict[str, Any]:
@@ -555,6 +545,8 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
 
 FAULTS: dict[str, tuple[Callable[..., Row], int | None]] = {
     "kill": (kill, 20), "stop": (stop, 20), "term": (terminate, 20), "save": (kill_in_save, 100), "link": (cut_link, 5),
+    "trainer-save": (kill_in_async_save, 50), "slow-rank": (slow_rank, 3),
+    "quiet": (quiet, None),
     "worlds": (other_worlds, None), "clean": (clean_run, None), "cost": (cost, 20),
 }  # fmt: skip
 """Each fault, and how often it strikes."""

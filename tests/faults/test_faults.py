@@ -52,6 +52,13 @@ def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+def test_a_kill_while_a_trainer_saves_leaves_a_checkpoint(tmp_path):
+    row = faults.kill_in_async_save(tmp_path, 3)
+    assert row.passed == row.tries == 3, row.failures
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_two_hosts_name_each_other_when_their_link_is_cut(tmp_path):
     row = faults.cut_link(tmp_path, 1)

@@ -5,6 +5,7 @@ import tomllib
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
 import ringspan as rs
+from ringspan.checkpoints import folder as folders
+from ringspan.core.errors import UnsupportedError
 from ringspan.lightning import RingStrategy, strategy
 from ringspan.proof.before import prove_before
 from tests.cases import long
@@ -235,6 +239,58 @@ def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folde
         assert found["losses"] == pytest.approx(expected["losses"][STEPS:], rel=1e-5)
         for name, weight in expected["weights"].items():
             assert relative(found["weights"][name], weight) < 1e-5, name
+
+
+def saving_fit(mesh: Any, folder: str, *, is_folder: bool, async_save: bool) -> Any:
+    """A fit that keeps the checkpoint of its last step, and what there is on the disk while it is written."""
+    commit, seen = folders._commit, list[list[str]]()
+
+    def noted(scratch: Path, target: Path) -> None:
+        seen.append(sorted(path.name for path in Path(folder).iterdir()))
+        commit(scratch, target)
+
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1)
+    sizes = {"save_distributed_checkpoint": is_folder, "async_save": async_save}
+    changes = {"ring": 4, **sizes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(QUIET, "enable_checkpointing", True)
+        patch.setattr(folders, "_commit", noted)
+        found = ring_fit(mesh, changes, 4, callbacks=[keep])
+    return found, seen, Path(keep.best_model_path).name
+
+
+@pytest.mark.parametrize("is_folder", [True, *long(False)])
+def test_checkpoints_beside_steps_are_those_of_a_fit_that_waits(
+    pool, expected, tmp_path, is_folder
+):
+    folder = tmp_path / "beside"
+    run = partial(saving_fit, is_folder=is_folder, async_save=True)
+    for found, seen, best in pool.run(run, 4, str(folder)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert best == "step=2.ckpt"
+        # The first is there until the second is.
+        assert seen in (
+            [],
+            [
+                ["ringspan-saving-step=1.ckpt"],
+                ["ringspan-saving-step=2.ckpt", "step=1.ckpt"],
+            ],
+        )
+    assert [path.name for path in folder.iterdir()] == ["step=2.ckpt"]
+    file = folder / "step=2.ckpt"
+    if is_folder:
+        dcp_to_torch_save(file, tmp_path / "one")
+        file = tmp_path / "one"
+    state = torch.load(file, weights_only=False)["state_dict"]
+    for name, weight in expected["weights"].items():
+        assert relative(state[f"model.{name}"], weight) < 1e-5, name
+
+
+def test_a_link_to_a_checkpoint_that_is_not_written_is_refused():
+    trainer = SimpleNamespace(callbacks=[ModelCheckpoint(save_last="link")])
+    with pytest.raises(UnsupportedError, match="use save_last=True"):
+        strategy._refuse_callbacks(trainer, async_save=True)
+    strategy._refuse_callbacks(trainer, async_save=False)
 
 
 class OddModule(Module):

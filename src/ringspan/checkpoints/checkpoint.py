@@ -6,18 +6,16 @@ moves ``latest`` last; an interrupted save leaves the old state intact. A load r
 
 import hashlib
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
+from ringspan.checkpoints.background import Background
 from ringspan.checkpoints.shards import (
     MANIFEST,
     Chunk,
@@ -36,9 +34,6 @@ from ringspan.checkpoints.shards import (
 )
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_folder, write_synced
-from ringspan.torch.engine.transport.collectives import gather
-from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.runtime.mesh import world_timeout_seconds
 
 _LATEST: Final = "latest"
 _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
@@ -54,7 +49,9 @@ class Found:
 
 
 @dataclass(kw_only=True)
-class _Snapshot:
+class Snapshot:
+    """A rank's part of a step's state, copied into CPU memory."""
+
     step: int
     chunks: dict[str, Chunk]
     whole: dict[str, tuple[str, tuple[int, ...]]]
@@ -67,24 +64,58 @@ class _Snapshot:
         return sum(chunk.data.nbytes for chunk in self.chunks.values())
 
 
+def snapshot(
+    step: int,
+    shared: Mapping[str, Tensor | Part],
+    own: Mapping[str, Tensor],
+    state: dict[str, Any],
+    *,
+    mesh: Mapping[str, int],
+    layout: str,
+) -> Snapshot:
+    """Copy what ``Checkpoints.save`` takes into CPU memory."""
+    mine = {_own_name(dist.get_rank(), name): tensor for name, tensor in own.items()}
+    chunks = {
+        name: chunk.on_cpu()
+        for name, tensor in shared.items()
+        for chunk in written_by_me(tensor)
+    }
+    chunks |= {
+        name: Chunk((0,) * tensor.ndim, tensor).on_cpu()
+        for name, tensor in mine.items()
+    }
+    whole = {
+        name: (dtype_name(tensor), tuple(tensor.shape))
+        for name, tensor in {**shared, **mine}.items()
+    }
+    return Snapshot(
+        step=step,
+        chunks=chunks,
+        whole=whole,
+        mesh=dict(mesh),
+        layout=layout,
+        state=state,
+    )
+
+
 class Checkpoints:
     """A run's checkpoints; all ranks call each method. One save at a time, in a thread, from a CPU copy of shards."""
 
     def __init__(
-        self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        keep: int = 2,
+        asynchronous: bool = True,
+        background: Background | None = None,
     ) -> None:
-        """Prepare the folder, and a process group for saves that run next to training; collective."""
+        """Prepare the folder, and what saves during training unless it is given; collective."""
         self.folder, self.run_id = folder, run_id
         self._keep, self._asynchronous = keep, asynchronous
-        # A separate group, because a save runs while a training step does; gloo, because its data is on the CPU.
-        # A rank may write for a long time, so the time-out is at least gloo's default.
-        timeout = max(
-            default_pg_timeout, timedelta(seconds=world_timeout_seconds(local_device()))
-        )
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._background = Background() if background is None else background
+        self._owns_background = background is None
+        self._rank, self._num_ranks = self._background.rank, self._background.num_ranks
         # the last step that was committed or loaded here
         self.newest_step: int | None = None
         self._on_first(f"{folder}: cannot be prepared", self._clean)
@@ -109,49 +140,17 @@ class Checkpoints:
         earlier = self.wait()
         if step == self.newest_step:
             return earlier
-        mine = {_own_name(self._rank, name): tensor for name, tensor in own.items()}
-        chunks = {
-            name: chunk.on_cpu()
-            for name, tensor in shared.items()
-            for chunk in written_by_me(tensor)
-        }
-        chunks |= {
-            name: Chunk((0,) * tensor.ndim, tensor).on_cpu()
-            for name, tensor in mine.items()
-        }
-        whole = {
-            name: (dtype_name(tensor), tuple(tensor.shape))
-            for name, tensor in {**shared, **mine}.items()
-        }
-        snapshot = _Snapshot(
-            step=step,
-            chunks=chunks,
-            whole=whole,
-            mesh=dict(mesh),
-            layout=layout,
-            state=state,
-        )
-        self._thread = threading.Thread(
-            target=self._save, args=(snapshot,), name=f"save step {step}", daemon=True
-        )
-        self._thread.start()
+        taken = snapshot(step, shared, own, state, mesh=mesh, layout=layout)
+        self._background.start(f"step {step} not saved", lambda: self.write(taken))
         return earlier if self._asynchronous else self.wait() or earlier
 
     def wait(self) -> CheckpointError | None:
         """Wait for the current save; return its error, if any, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        return self._background.wait()
 
     def poll(self) -> CheckpointError | None:
         """Return ``wait``'s result, or None while the save is running."""
-        return (
-            None
-            if self._thread is not None and self._thread.is_alive()
-            else self.wait()
-        )
+        return None if self._background.is_running() else self.wait()
 
     def find(self) -> Found:
         """Find the newest checkpoint whose manifest and shards verify, sharing the reading."""
@@ -214,44 +213,32 @@ class Checkpoints:
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
 
     def close(self) -> CheckpointError | None:
-        error = self.wait()
-        dist.destroy_process_group(self._group)
-        return error
+        """Wait for the current save, and end what was made to save during training."""
+        return self._background.close() if self._owns_background else self.wait()
 
-    def _save(self, snapshot: _Snapshot) -> None:
-        """Write a snapshot and commit it, in the thread of a save; note any error for ``wait``.
+    def write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot and commit it; all ranks call it, during training.
 
         Ranks check the room together, write their shards, and rank 0 commits. After an error the scratch folder is
         removed.
         """
         complete = self.folder / f"step_{snapshot.step:08d}"
         scratch = self.folder / f"{complete.name}.tmp-{self.run_id}"
+        # Sizes are gathered first, so that missing room is known before a byte is written.
+        sizes = self._together("", lambda: snapshot.num_bytes)
+        self._on_first("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
+        what = f"step {snapshot.step} not saved"
         try:
-            # Sizes are gathered first, so that missing room is known before a byte is written.
-            sizes = self._together("", lambda: snapshot.num_bytes)
+            parts = self._together(what, lambda: _write_shard(scratch, self, snapshot))
             self._on_first(
-                "no checkpoint", lambda: self._make_room(scratch, sum(sizes))
+                what, lambda: self._commit(scratch, complete, snapshot, parts)
             )
-            what = f"step {snapshot.step} not saved"
-            try:
-                parts = self._together(
-                    what, lambda: _write_shard(scratch, self, snapshot)
-                )
-                self._on_first(
-                    what, lambda: self._commit(scratch, complete, snapshot, parts)
-                )
-            # A half-written folder would take up room that the next save needs.
-            except BaseException:
-                if self._rank == 0:
-                    shutil.rmtree(scratch, ignore_errors=True)
-                raise
-            self.newest_step = snapshot.step
-        except CheckpointError as error:
-            self._error = error
-        except (
-            RuntimeError
-        ) as error:  # a peer is gone, which the training step will notice too
-            self._error = CheckpointError(f"step {snapshot.step} not saved: {error}")
+        # A half-written folder would take up room that the next save needs.
+        except BaseException:
+            if self._rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        self.newest_step = snapshot.step
 
     def _make_room(self, scratch: Path, num_bytes: int) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -269,7 +256,7 @@ class Checkpoints:
         self,
         scratch: Path,
         complete: Path,
-        snapshot: _Snapshot,
+        snapshot: Snapshot,
         parts: Sequence["_Part"],
     ) -> None:
         """Write the manifest, rename the scratch folder to the step's name, and remove old checkpoints, on rank 0.
@@ -320,36 +307,10 @@ class Checkpoints:
                 path.unlink()
 
     def _on_first(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the first rank; return its result on every rank, or raise its failure."""
-        return self._together(what, work if self._rank == 0 else lambda: None)[0]
+        return self._background.on_first(what, work)
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on every rank and return all results; a failure on one fails on all, so none waits forever."""
-        problem, result = None, None
-        try:
-            result = work()
-        except (
-            CheckpointError,
-            OSError,
-            SafetensorError,
-            ValueError,
-            MemoryError,
-        ) as error:
-            known = isinstance(error, CheckpointError)
-            problem = str(error) if known else f"{type(error).__name__}: {error}"
-        votes = gather((problem, result), self._group)
-        problems = {
-            rank: problem
-            for rank, (problem, _) in enumerate(votes)
-            if problem is not None
-        }
-        if problems:
-            rank, first = next(iter(problems.items()))
-            more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-            raise CheckpointError(
-                f"{what}: rank {rank}: {first}{more}" if what else f"{first}{more}"
-            )
-        return [result for _, result in votes]
+        return self._background.together(what, work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +321,7 @@ class _Part:
     whole: dict[str, tuple[str, tuple[int, ...]]]
 
 
-def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) -> _Part:
+def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: Snapshot) -> _Part:
     """Write this rank's shard, if it has chunks, and return its file, its pieces and the tensors that it describes."""
     rank = checkpoints._rank
     name = f"rank_{rank:05d}.safetensors"

@@ -34,6 +34,10 @@ class RingConfig(StepConfig):
         replay_routes: let mixtures of experts train on the routes that tokens took when they were written: the routes
             that the vLLM server returns (``rollout``), or that the pass for the old log-probabilities chose (``old``).
             Experts' weights come from the live scores.
+        async_save: write checkpoints of a trainer during its steps, from a copy in host memory. ``on_save`` is called
+            when a checkpoint is complete, with the state of its step.
+        watch_speed: name a rank that computes much slower than the others, in a line and in
+            ``<output_dir>/speed.jsonl``, with figures in the logs.
         prove: before the first step, prove a small model like this one exact with these options (``ringspan.prove``);
             rank 0 logs the verdict and its seconds, and a difference raises.
 
@@ -53,6 +57,8 @@ class RingConfig(StepConfig):
     vllm_weights_folder: str | None = None
     vllm_adapter_only: bool = False
     replay_routes: ReplayName | None = None
+    async_save: bool = False
+    watch_speed: bool = False
     prove: bool = False
 
     def __post_init__(self) -> None:

@@ -60,6 +60,14 @@ def ring_accelerator(
         raise UnsupportedError(
             f"balance={config.balance!r} is for trainers; a loop of your own must deal its own batches"
         )
+    if config.async_save:
+        raise UnsupportedError(
+            "async_save=True is for trainers; save_state writes while the loop waits, so leave it out"
+        )
+    if config.watch_speed:
+        raise UnsupportedError(
+            "watch_speed=True is for trainers, whose steps it sees; leave it out"
+        )
     for name in (
         "parallelism_config",
         "fsdp_plugin",

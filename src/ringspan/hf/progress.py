@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from ringspan.checkpoints.checkpoint import Checkpoints
+from ringspan.checkpoints.background import Background
+from ringspan.checkpoints.checkpoint import Checkpoints, Snapshot, snapshot
 from ringspan.checkpoints.shards import Part
 from ringspan.checkpoints.state import load_state, model_facts, run_state
 from ringspan.core.errors import CheckpointError
@@ -28,26 +29,34 @@ def save_optimizer(
     folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int
 ) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
+    with closing(Background()) as background:
+        taken = optimizer_snapshot(model, optimizer, step)
+        write_optimizer(folder, taken, background)
+
+
+def optimizer_snapshot(
+    model: PreTrainedModel, optimizer: Optimizer, step: int
+) -> Snapshot:
+    """Copy this rank's part of the optimizer state."""
     base: Any = base_of(model)
     sizes = {
         name: base.ring_mesh.get_group(name).size()
         for name in base.ring_mesh.mesh_dim_names
     }
-    with closing(
-        Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)
-    ) as checkpoints:
-        state = {"groups": _settings(optimizer), "model": model_facts(model)}
-        tensors = _state(model, optimizer)
-        error = checkpoints.save(
-            step,
-            tensors,
-            own_state(optimizer),
-            state,
-            mesh=sizes,
-            layout=base.ring_layout,
-        )
-    if error is not None:
-        raise error
+    return snapshot(
+        step,
+        _state(model, optimizer),
+        own_state(optimizer),
+        {"groups": _settings(optimizer), "model": model_facts(model)},
+        mesh=sizes,
+        layout=base.ring_layout,
+    )
+
+
+def write_optimizer(folder: Path, taken: Snapshot, background: Background) -> None:
+    """Write a copy of the optimizer state; all ranks call it. CheckpointError on all if one fails."""
+    place = folder / FOLDER
+    Checkpoints(place, run_id=_RUN, keep=1, background=background).write(taken)
 
 
 def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> None:

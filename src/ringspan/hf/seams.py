@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         def train(self, *args: object, **kwargs: object) -> TrainOutput: ...
         def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]: ...
         def predict(self, *args: object, **kwargs: object) -> PredictionOutput: ...
+        def log(
+            self, logs: dict[str, float], *args: object, **kwargs: object
+        ) -> None: ...
         def training_step(self, *args: object, **kwargs: object) -> Tensor: ...
         def compute_loss(
             self,
@@ -62,6 +65,36 @@ class TrainerSeams(_Trainer):
         # Taken from the ring's first rank, since a tool's answer on other ranks may differ, or fail.
         answer = super()._get_tool_suffix_ids(tool_messages)  # pyright: ignore[reportAttributeAccessIssue]
         return of_first(answer, self.ring_mesh)
+
+    def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+        save: Any = super()._save_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.ring.async_save:
+            save(model, trial)
+            return
+        run = Path(self._get_output_dir(trial=trial))
+        self.begin_save(run, lambda: save(model, trial))
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        if (local := self.ring_saves.local) is not None:
+            return str(local)
+        return super()._get_output_dir(trial)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        if self.ring_saves.local is not None:
+            self.ring_saves.push_later()
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def push_saved(self: Any, folder: str) -> None:
+        """Upload a checkpoint that is complete, as the trainer does."""
+        self._push_from_checkpoint(folder)
+
+    def _finalize_training(
+        self: Any, trial: Any, num_train_samples: int, start_time: float
+    ) -> TrainOutput:
+        # Trainer loads the best checkpoint and removes others next.
+        self.control = self.finish_save(self.control)
+        return super()._finalize_training(trial, num_train_samples, start_time)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OwnParts(Trainer):

@@ -42,6 +42,7 @@ from ringspan.hf.rollouts import (
     share_rollouts,
 )
 from ringspan.hf.routes import keep_routes
+from ringspan.hf.saving import AsyncSaves, note_best
 from ringspan.hf.seams import (
     OwnParts,
     TrainerSeams,
@@ -49,6 +50,7 @@ from ringspan.hf.seams import (
     method_behind,
     plain_optimizer,
 )
+from ringspan.hf.speed import WatchSpeed
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.model.consistency.calls import Call, check_call, hear_all, preparing
@@ -59,6 +61,7 @@ from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
+_CHECKPOINT: Final = "checkpoint"
 # After these events a trainer acts on callbacks' requests, or returns; requests of other events are agreed on then.
 _EVENTS: Final = frozenset(
     f"on_{event}"
@@ -75,9 +78,14 @@ _EVENTS: Final = frozenset(
 
 
 class AgreedCallbacks(CallbackHandler):
-    """Mix-in for a trainer's callbacks: any rank's request (to stop, save, evaluate, log) holds for all."""
+    """Mix-in for a trainer's callbacks: any rank's request (to stop, save, evaluate, log) holds for all.
+
+    ``on_save`` comes once a checkpoint that is written during training is complete, with the state of its step.
+    """
 
     ring_mesh: DeviceMesh
+    saves: AsyncSaves
+    finish_save: Callable[[TrainerControl], TrainerControl]
 
     def call_event(
         self,
@@ -103,17 +111,30 @@ class AgreedCallbacks(CallbackHandler):
         control = super().on_log(args, state, control, logs, **kwargs)
         return self._agreed("on_log", control) if is_trainers else control
 
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> TrainerControl:
+        """Call Trainer's event, or later if the checkpoint is still being written."""
+        if not self.saves.is_begun:
+            return super().on_save(args, state, control, **kwargs)
+        control.should_save = False
+        return control
+
     def _agreed(self, event: str, control: TrainerControl) -> TrainerControl:
         asked = [
             field.name for field in fields(control) if getattr(control, field.name)
         ]
+        said = (asked, self.saves.has_written())
         with in_call(event):
-            for name in {
-                name
-                for each in hear_all(self.ring_mesh, Call(event, said=asked))
-                for name in each
-            }:
+            told = hear_all(self.ring_mesh, Call(event, said=said))
+            for name in {name for names, _ in told for name in names}:
                 setattr(control, name, True)
+        if event == "on_step_end" and all(has_written for _, has_written in told):
+            return self.finish_save(control)
         return control
 
 
@@ -149,6 +170,7 @@ class RingTrainerMixin(TrainerSeams):
 
     ring: RingConfig
     ring_mesh: DeviceMesh
+    ring_saves: AsyncSaves
     model: RingModel
     accelerator: RingAccelerator
     args: TrainingArguments
@@ -160,19 +182,28 @@ class RingTrainerMixin(TrainerSeams):
     ) -> None:
         self.ring = RingConfig() if ring is None else ring
         check_seams()
+        self.ring_saves = AsyncSaves()
         with generation_of_rings(type(self), self.ring):
             super().__init__(*args, **kwargs)
         refuse_optimizer(self.optimizer, self.model)
         for callback in self.callback_handler.callbacks:
             refuse_callback(callback)
+        self._speed = WatchSpeed(self.ring_mesh) if self.ring.watch_speed else None
+        if self._speed is not None:
+            self.add_callback(self._speed)
         share_rollouts(self)
         keep_routes(self, self.ring)
         agree_on(self)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
         """Train; one rank's error of a callback, data set or user function is raised on all."""
-        with preparing(self.ring_mesh, "train"):
-            return super().train(*args, **kwargs)
+        try:
+            with preparing(self.ring_mesh, "train"):
+                return super().train(*args, **kwargs)
+        finally:
+            self.ring_saves.settle()
+            if self._speed is not None:
+                self._speed.close()
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Evaluate; errors as in ``train``."""
@@ -183,6 +214,12 @@ class RingTrainerMixin(TrainerSeams):
         """Predict; errors as in ``train``."""
         with preparing(self.ring_mesh, "predict"):
             return super().predict(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
+        """Log as the trainer does; the losses of steps with what ``watch_speed`` has compared."""
+        if self._speed is not None and "loss" in logs:
+            logs = logs | self._speed.metrics
+        super().log(logs, *args, **kwargs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, unless it would not be exact."""
@@ -294,7 +331,10 @@ class RingTrainerMixin(TrainerSeams):
     ) -> None:
         """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, rank 0 writes."""
         folder = str(self.args.output_dir if output_dir is None else output_dir)
-        self.model.save_pretrained(folder)
+        if self.ring_saves.local is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.ring_saves.add_model(self.model, Path(folder))
         super().save_model(output_dir, _internal_call)
 
     def save_beside_model(self, output_dir: str | None) -> None:
@@ -312,16 +352,39 @@ class RingTrainerMixin(TrainerSeams):
         """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
         # Raises on all ranks if saving anything before has failed on one.
         check_call(self.ring_mesh, Call("saving the optimizer"))
-        save_optimizer(
-            Path(output_dir),
-            self.model,
-            plain_optimizer(self.optimizer),
-            self.state.global_step,
-        )
+        optimizer, step = plain_optimizer(self.optimizer), self.state.global_step
+        if self.ring_saves.local is None:
+            save_optimizer(Path(output_dir), self.model, optimizer, step)
+        else:
+            self.ring_saves.add_optimizer(self.model, optimizer, step)
         if self.args.should_save:
             torch.save(
                 self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER)
             )
+
+    def begin_save(self, run: Path, collect: Callable[[], None]) -> None:
+        """Collect a checkpoint by Trainer's own methods, and write it into the run's folder during training."""
+        self.control = self.finish_save(self.control)
+        target, saves = run / f"{_CHECKPOINT}-{self.state.global_step}", self.ring_saves
+        with saves.collecting(target.name):
+            collect()
+            assert saves.local is not None, "collecting"
+            writes = self.args.should_save
+            note_best(self.state, saves.local, target, writes=writes)
+            # Raises on all ranks if one could not collect its parts.
+            check_call(self.ring_mesh, Call("saving a checkpoint"))
+            saves.begin(target, self.state, self.args.save_total_limit)
+
+    def finish_save(self, control: TrainerControl) -> TrainerControl:
+        """Wait for the checkpoint that was begun, if any, and tell callbacks of it; CheckpointError on all ranks."""
+        saved = self.ring_saves.finish()
+        if saved is None:
+            return control
+        if saved.is_pushed:
+            self.push_saved(str(saved.folder))
+        return self.callback_handler.call_event(
+            "on_save", self.args, saved.state, control
+        )
 
     def load_progress(self, checkpoint: str) -> None:
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
@@ -334,6 +397,7 @@ def agree_on(trainer: "RingTrainerMixin") -> None:
     handler: Any = trainer.callback_handler
     mesh = trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
+    handler.saves, handler.finish_save = trainer.ring_saves, trainer.finish_save
     own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]
     if not method_behind(trainer, "compute_loss").__module__.startswith(
         ("transformers.", "trl.", "ringspan.")

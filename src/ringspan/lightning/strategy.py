@@ -1,20 +1,23 @@
 """Lightning's strategy for already split models, over a mesh with a ring."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.lightning.saving import AsyncSaves
 from ringspan.proof.before import prove_before
 from ringspan.torch.model.consistency.calls import (
     Call,
@@ -114,12 +118,15 @@ class RingStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: each rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: the devices' when None.
         timeout: of the process group.
+        async_save: write checkpoints of ``fit`` during its steps, from a copy in host memory. A checkpoint appears
+            under its name when it is complete, and those that it replaces are removed then.
         prove: before the first step, prove a small model like the module's exact with its options (``ringspan.prove``);
             rank 0 logs the verdict and its seconds, and a difference raises.
 
     Raises:
         ConfigError: sizes that do not multiply to the number of devices, when the trainer starts.
-        UnsupportedError: a precision that would convert the weights, or a callback that needs them whole.
+        UnsupportedError: a precision that would convert the weights, or a callback that needs them whole;
+            ``ModelCheckpoint(save_last="link")`` with ``async_save``.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class RingStrategy(ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        async_save: bool = False,
         prove: bool = False,
     ) -> None:
         super().__init__(
@@ -142,6 +150,7 @@ class RingStrategy(ModelParallelStrategy):
         self._ring_mesh: DeviceMesh | None = None
         self._dealing: Dealing | None = None
         self._is_to_prove = prove
+        self._saves = AsyncSaves() if async_save else None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -162,7 +171,7 @@ class RingStrategy(ModelParallelStrategy):
         found = split_world(self.num_nodes * self.num_processes, ring, replicate, tp)
         module = self.lightning_module
         assert module is not None, "connected before"
-        _refuse_callbacks(module.trainer)
+        _refuse_callbacks(module.trainer, async_save=self._saves is not None)
         super().setup_environment()  # creates a mesh of two axes that is not used
         # A trainer that fits and then validates has one model, and so keeps one mesh.
         if self._ring_mesh is None:
@@ -258,10 +267,56 @@ class RingStrategy(ModelParallelStrategy):
                 }
         return state
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint; with ``async_save``, during ``fit``, return once it is copied."""
+        state = self._trainer.state
+        is_fitting = (
+            state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        )
+        # Nothing would wait for the end of a save outside of a fit.
+        if self._saves is None or not is_fitting or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            self._saves.begin_folder(path, checkpoint)
+            return
+        copied = copy.deepcopy(checkpoint) if self.is_global_zero else {}
+        self._saves.begin_file(
+            path, lambda scratch: self.checkpoint_io.save_checkpoint(copied, scratch)
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint once the one that is being written is complete."""
+        if self._saves is None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove = self.checkpoint_io.remove_checkpoint
+            self._saves.remove(lambda: remove(filepath))
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is being written; CheckpointError on all ranks if it was not saved."""
+        if self._saves is not None:
+            self._saves.finish()
+
+    def teardown(self) -> None:
+        # After an error of the training, which is raised, too.
+        if self._saves is not None:
+            self._saves.settle()
+        super().teardown()
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None, "connected before"
+        return self.lightning_module.trainer
+
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load model and optimizers from a checkpoint of any mesh."""
+        self.finish_save()
         self._settle()
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -306,12 +361,22 @@ class AgreedStop(Callback):
     on_before_optimizer_step = _agreeing("an optimizer step")
     on_validation_end = _agreeing("the end of a validation")
     on_train_epoch_end = _agreeing("the end of an epoch")
-    # No rank may be gone when another one raises.
-    on_train_end = _agreeing("the end of training")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree, since no rank may be gone when another one raises, and wait for the last checkpoint."""
+        _agreeing("the end of training")(self, trainer)
+        if isinstance(trainer.strategy, RingStrategy):
+            trainer.strategy.finish_save()
 
 
-def _refuse_callbacks(trainer: Any) -> None:
+def _refuse_callbacks(trainer: Any, *, async_save: bool) -> None:
     for callback in trainer.callbacks:
+        links = isinstance(callback, ModelCheckpoint) and callback.save_last == "link"
+        if links and async_save:
+            raise UnsupportedError(
+                "ModelCheckpoint(save_last='link') links a checkpoint that async_save=True has not written yet; use "
+                "save_last=True"
+            )
         for kind, does in _CALLBACKS:
             if isinstance(callback, kind):
                 raise UnsupportedError(

@@ -15,6 +15,7 @@ from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.model.adapters import is_peft
+from ringspan.torch.model.consistency.speed import SpeedWatch
 from ringspan.torch.model.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.model.memory.adamw import own_state
 from ringspan.torch.model.weights.writing import HEADROOM_BYTES
@@ -104,10 +105,11 @@ class _Run:
             folder,
             run_id=record.run_id,
             keep=settings.keep,
-            asynchronous=settings.asynchronous,
+            asynchronous=settings.async_save,
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
         self._eval_step: int | None = None  # the step whose weights had that loss
+        self._speed: SpeedWatch | None = None
         self._profile = self._folder / "profile"
         self._profiler: Profiler | None = None
         if job.config.profile:
@@ -140,6 +142,8 @@ class _Run:
             self._notice(
                 self._job.batches.describe_balance(range(self._step + 1, last + 1))
             )
+        if self._config.watch_speed:
+            self._speed = SpeedWatch(self._job.mesh, self._folder, self._notice)
         stopped = False
         try:
             while self._step < self._config.steps and not stopped:
@@ -158,6 +162,8 @@ class _Run:
                 if not stopped:
                     self._export(model)
         finally:
+            if self._speed is not None:
+                self._speed.close()
             if self._writer:
                 self._writer.close()
         self._checkpoints.close()
@@ -180,8 +186,11 @@ class _Run:
         if verdict.rewind and self._rewind():
             return False
         self._loss = metrics.loss
+        compared = self._speed.step(self._step) if self._speed else None
         if self._writer:
             self._writer.step(metrics)
+            if compared is not None:
+                self._writer.speed(self._step, compared)
             self._observer.stepped(metrics)
         is_last = self._step == self._config.steps
         is_due = is_last or self._is_due(self._config.evaluation.every_steps)

@@ -70,6 +70,10 @@ class MetricsWriter:
     def evaluation(self, step: int, loss: float) -> None:
         self._write(step, {"step": step, "eval_loss": loss})
 
+    def speed(self, step: int, compared: dict[str, float]) -> None:
+        """Write what a window of steps says of the ranks' speed."""
+        self._write(step, {"step": step, **compared})
+
     def close(self) -> None:
         self._file.close()
         if self._board:

@@ -152,3 +152,36 @@ def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsy
     text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("+0 ") == 2 and "-0 " not in text
     assert "losses differ from one process by 1.0e-07, 2.5 s" in " ".join(text.split())
+
+
+def watched(run, *windows):
+    """A run's file of its ranks' speed."""
+    lines = [{"hosts": ["a", "b"]}, *windows]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "speed.jsonl").write_text(text + '{"step": 1')
+
+
+def test_watch_shows_and_draws_the_ranks_of_a_run(monkeypatch, capsys, tmp_path):
+    window = {"step_seconds": 1.0, "wait_seconds": [0.2, 0.0]}
+    named = "rank 1 (b) computes 2.0 times as long as the median since step 1"
+    watched(
+        tmp_path,
+        {"step": 5, "compute_seconds": [0.2, 0.2], "lines": []} | window,
+        {"step": 10, "compute_seconds": [0.2, 0.4], "lines": [named]} | window,
+    )
+    text = printed(monkeypatch, capsys, "doctor", "--watch", str(tmp_path))
+    assert "step 10, of 1 s" in text and "0.4" in text
+    assert named in " ".join(text.split())
+    assert "rank 1 (b)" in (tmp_path / "speed.svg").read_text()
+
+
+def test_watch_refuses_a_folder_without_the_file(monkeypatch, capsys, tmp_path):
+    said = refusal(monkeypatch, capsys, "doctor", "--watch", str(tmp_path))
+    assert "give the folder of a run with watch_speed=true" in said
+    watched(tmp_path)
+    said = refusal(monkeypatch, capsys, "doctor", "--watch", str(tmp_path))
+    assert "try again after a few steps" in said
+    said = refusal(
+        monkeypatch, capsys, "doctor", "--watch", str(tmp_path), "--ranks", "2"
+    )
+    assert "--ranks does not go with --watch" in said

@@ -242,6 +242,14 @@ def test_an_override_changes_only_its_key_of_the_model_config(tmp_path: Path):
     assert config.data.paths == ("c",)
 
 
+def test_the_earlier_name_of_a_key_is_read(tmp_path: Path):
+    old = "checkpoints.asynchronous=false"
+    config = load_config(write(tmp_path, MINIMAL), [old])
+    assert not config.checkpoints.async_save
+    message = refusal(tmp_path, old, "checkpoints.async_save=true")
+    assert "earlier name of checkpoints.async_save" in message
+
+
 def test_an_override_cannot_smuggle_in_a_second_key(tmp_path: Path):
     config = load_config(write(tmp_path, MINIMAL), ["run=5\nseed = 7"])
     assert (config.run, config.seed) == ("5\nseed = 7", 0)

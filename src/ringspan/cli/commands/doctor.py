@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from ringspan.cli.checks import AsJson, LocalRanks, refuse_under_torchrun
 from ringspan.cli.commands.prove import proof_of, show_proof
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
+from ringspan.cli.speed_table import refuse_beside_watch, show_speed
 from ringspan.core.errors import RingspanError
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
@@ -33,6 +35,13 @@ def command(
         ),
     ] = "",
     ranks: LocalRanks = None,
+    watch: Annotated[
+        Path | None,
+        typer.Option(
+            help="Show and draw the speed of each rank of a run with watch_speed=true, by its folder; nothing else.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
@@ -40,6 +49,10 @@ def command(
     Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, check the ring against float64,
     and train a model of two layers. Exit code 0 if that trained, and right, and ``--model`` is exact, else 1.
     """
+    if watch is not None:
+        refuse_beside_watch(ranks=ranks, model=model or None, json=as_json or None)
+        show_speed(watch)
+        return
     is_job = is_rank()
     if is_job:
         refuse_under_torchrun(ranks=ranks, model=model or None)

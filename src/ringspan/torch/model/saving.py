@@ -27,6 +27,7 @@ from ringspan.torch.model.memory.sharding import settle
 from ringspan.torch.model.weights.packed import has_packed
 from ringspan.torch.model.weights.writing import (
     MAX_SHARD_SIZE,
+    Vote,
     missing_room,
     plan_weights,
     put_in_place,
@@ -151,6 +152,42 @@ def stream(
         voted(
             model, "the end of saving the model", finish if is_writer else lambda: None
         )
+
+
+def begin_saving(
+    model: Any, folder: Path, group: dist.ProcessGroup
+) -> Callable[[Path, Vote], None]:
+    """Write a model's folder without its weights, and copy these; return what writes them later, into any folder.
+
+    All ranks call both, the second during training: it exchanges over ``group`` alone. An adapter, and a model with
+    adapters of its own, are written with their weights at once.
+    """
+    ours: Any = model
+    if not isinstance(model, Saved) or getattr(model, "_hf_peft_config_loaded", False):
+        ours.save_pretrained(folder)
+        return lambda folder, vote: None
+    is_writer = dist.get_rank() == int(ours.ring_mesh.mesh.min())
+    save: Any = super(Saved, ours).save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+    with in_call("saving the model"), as_trained(ours):
+        refuse_saving(ours, {}, is_streamed=True)
+        settle(ours)
+        plan = plan_weights(ours, ours.ring_mesh, group, max_shard_size=MAX_SHARD_SIZE)
+        num_parameters = ours.num_parameters()
+
+        def prepare() -> None:
+            if is_writer:
+                save(folder, state_dict={}, is_main_process=True)
+
+        voted(ours, "saving the model", prepare)
+
+    def write(folder: Path, vote: Vote) -> None:
+        problem = missing_room(folder, plan.num_bytes) if is_writer else None
+        vote("saving the model", OSError(errno.ENOSPC, problem) if problem else None)
+        write_weights(plan, folder if is_writer else None, vote)
+        if is_writer:
+            plan.write_index(folder, num_parameters)
+
+    return write
 
 
 def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:

@@ -225,8 +225,21 @@ class CheckpointsConfig(Table):
     model cannot be written."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
-    asynchronous: bool = True
+    async_save: bool = True
     """Write during training, from a copy of this rank's shards in CPU memory; false: training waits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_earlier_name(cls, values: object) -> object:
+        """Read ``asynchronous``, the name of ``async_save`` in files of earlier releases and their runs."""
+        if not isinstance(values, dict) or "asynchronous" not in values:
+            return values
+        if "async_save" in values:
+            raise ConfigError(
+                "checkpoints.asynchronous is the earlier name of checkpoints.async_save, which is set too; leave it out"
+            )
+        others = {name: x for name, x in values.items() if name != "asynchronous"}
+        return others | {"async_save": values["asynchronous"]}
 
 
 class GuardConfig(Table):
@@ -283,6 +296,8 @@ class TrainConfig(Table):
     """Optimizer steps of the whole run."""
     profile: bool = False
     """Draw memory and hops of the first three steps, in the folder profile of the run; slows the first two."""
+    watch_speed: bool = False
+    """Name a rank that computes much slower than the others, while the run continues."""
     model: ModelConfig
     """The model, its weights and its tokenizer."""
     data: DataConfig

@@ -59,16 +59,29 @@ class Counters:
 COUNTERS: Final = Counters()
 
 
+Records = tuple[list[TransferRecord], list[HopRecord]]
+
+
 @contextmanager
-def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
+def recorded() -> Iterator[Records]:
+    records = begin_records()
+    try:
+        yield records
+    finally:
+        end_records()
+
+
+def begin_records() -> Records:
+    """Record transfers and hops into new lists from now on, and return these."""
     COUNTERS.transfers, COUNTERS.hops = records = (
         list[TransferRecord](),
         list[HopRecord](),
     )
-    try:
-        yield records
-    finally:
-        COUNTERS.transfers = COUNTERS.hops = None
+    return records
+
+
+def end_records() -> None:
+    COUNTERS.transfers = COUNTERS.hops = None
 
 
 @contextmanager

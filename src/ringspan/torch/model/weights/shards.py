@@ -35,11 +35,16 @@ _SLICE: Final = re.compile(rf"\.{SLICES}\.\d+\.")
 
 @dataclass(frozen=True)
 class Readers:
-    """The ranks that get the numbers: the first of the mesh, or every one; in host memory or on the weights' device."""
+    """The ranks that get the numbers: the first of the mesh, or every one; in host memory or on the weights' device.
+
+    With a ``group`` of all ranks the first gets the present numbers at any later time, over that group: a copy waits in
+    each rank's host memory.
+    """
 
     mesh: DeviceMesh
     everywhere: bool = False
     on_host: bool = True
+    group: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> int:
@@ -71,11 +76,25 @@ class Shards:
         self._tensor, self._readers = tensor, readers
         self.mine = _held_by_me(tensor, readers)
         self.everyone: list[tuple[int, Region]] = []
+        self._copy: Tensor | None = None
+
+    def copy(self) -> None:
+        """Copy into host memory what this rank will send of the tensor, if anything."""
+        sends = any(holder == dist.get_rank() for holder, _ in self.everyone)
+        local = self._local() if sends else torch.empty(0)
+        # The values of now, even where the tensor is in host memory already.
+        self._copy = torch.empty_like(local, device="cpu").copy_(local)
+
+    def _local(self) -> Tensor:
+        """Return the part of the tensor on this rank."""
+        if self._copy is not None:
+            return self._copy
+        tensor = self._tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def read(self, region: Region) -> Tensor:
         """Return a part of the tensor on ranks that read, and an empty meta tensor on others; collective."""
-        tensor = self._tensor.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = self._local()
         result = self._readers.empty(region, self.dtype, local.device)
         send = self._to_all if self._readers.everywhere else self._to_first
         for holder, held in self.everyone:
@@ -95,10 +114,10 @@ class Shards:
         if holder == self._readers.first:
             return mine
         if mine is not None:
-            dist.send(mine, self._readers.first)
+            dist.send(mine, self._readers.first, self._readers.group)
         elif self._readers.is_one:
             piece = torch.empty(shape_of(here), dtype=self.dtype, device=device)
-            dist.recv(piece, holder)
+            dist.recv(piece, holder, self._readers.group)
             return piece
         return None
 
@@ -140,6 +159,8 @@ def shards_of(model: PreTrainedModel, readers: Readers) -> dict[str, Deferred]:
             if rank[index] is not None:
                 first.setdefault(repr(rank[index][1]), rank[index])
         each.everyone = [*first.values()]
+        if readers.group is not None:
+            each.copy()
     return join_slices({each.name: deferred(each) for each in shards})
 
 

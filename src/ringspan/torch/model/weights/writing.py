@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -228,9 +229,14 @@ def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
 
 
 def plan_weights(
-    model: PreTrainedModel, mesh: DeviceMesh, **options: Any
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    group: ProcessGroup | None = None,
+    **options: Any,
 ) -> WeightsPlan:
-    return plan_files(model, shards_of(model, Readers(mesh)), **options)
+    """Plan the files of a model; with a ``group``, of copies that can be written during training over that group."""
+    readers = Readers(mesh, group=group)
+    return plan_files(model, shards_of(model, readers), **options)
 
 
 def plan_files(
