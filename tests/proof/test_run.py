@@ -223,6 +223,7 @@ def refused(mesh: Any, kind: str, options: dict[str, Any]) -> str:
         ("llama", {"route": "pass-q", "comm_dtype": "int8"}, "use 'exact'"),
         ("deepseek_v32", {"folds": 2}, "use folds=1"),
         ("glm4v", {}, "models that see or hear are not proven yet"),
+        ("deepseek_v2", {}, "does not run in transformers by itself"),
     ],
 )
 def test_what_a_ring_refuses_a_proof_refuses(pool, kind, options, said):

@@ -267,12 +267,28 @@ def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:
             raise  # the model or an option, and not this batch
         row.refused = str(error)
         return row
+    except RingspanError:
+        raise
+    except Exception as error:
+        _refuse_broken(trial, batch, error)
+        raise
     if found.counts_padding:
         batch = batch.with_padding()
     truth, bounds = alone.of(trial, label, batch)
     error = compare.worst_error(found, truth, batch, bounds)
     _, row.error, row.of, row.bound = max(gather_over(trial.mesh, tuple(error)))
     return _Tried(row, trial, batch, found, truth, bounds)
+
+
+def _refuse_broken(trial: Trial, batch: Batch, error: Exception) -> None:
+    """Raise UnsupportedError if plain transformers cannot train the model on one process either."""
+    try:
+        steps.run_alone(trial, batch, torch.float64)
+    except Exception:  # whatever its code raises
+        raise UnsupportedError(
+            f"{trial.subject.config.model_type} does not run in transformers by itself: {type(error).__name__}: "
+            f"{one_line(error)}; complete its config, or use another release"
+        ) from error
 
 
 def _try_writing(trial: Trial, vocabulary: int) -> Row:

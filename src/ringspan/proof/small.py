@@ -200,7 +200,7 @@ def proven_part(config: PreTrainedConfig, *, is_narrow: bool) -> PreTrainedConfi
 
 
 def _language_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the language model: an encoder-decoder's own, from which its decoder is made."""
+    """Return the config of the language model: an encoder-decoder's own, which makes its decoder."""
     return config if config.is_encoder_decoder else text_config(config)
 
 

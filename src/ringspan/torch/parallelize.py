@@ -144,7 +144,7 @@ def parallelize(
             free: in checkpointed layers whose feed-forward can be cut and comes last.
         norm_chunk_tokens: tokens that a norm computes at once; 0 for all. ``auto`` takes 4,096 if layers are
             checkpointed, for 16,384 local tokens and more.
-        expert_slices: parts in which a layer's experts are gathered, one computing while the next is on its way, so
+        expert_slices: parts that a layer's experts are gathered in, one computing while the next is on its way, so
             that a third as many weights are in memory with 3; ``auto`` takes the fewest of 2 GiB at most. See
             ``ringspan.torch.model.memory.slices``.
         offload: ``activations`` wait for backward in host memory (CUDA) or memory-mapped files (CPU).

@@ -117,7 +117,7 @@ def command(
     expert_slices: Annotated[
         str,
         typer.Option(
-            help="Parts in which a layer's experts are gathered: a number, or auto, the fewest of 2 GiB at most."
+            help="Parts that a layer's experts are gathered in: a number, or auto, the fewest of 2 GiB at most."
         ),
     ] = "1",
     lora: Annotated[

@@ -84,7 +84,7 @@ class MemoryConfig(Table):
     """The same for norms, which otherwise keep float32 copies; "auto": 4096 if layers are checkpointed and a rank has
     16384 tokens or more."""
     expert_slices: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Parts in which a layer's experts are gathered, one after the other; "auto": the fewest of 2 GiB at most. See
+    """Parts that a layer's experts are gathered in, one after the other; "auto": the fewest of 2 GiB at most. See
     docs/memory.md."""
     offload: OffloadName = "none"
     """"activations" moves checkpointed tensors to host memory, or on a CPU to memory-mapped files."""

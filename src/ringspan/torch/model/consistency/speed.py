@@ -49,7 +49,7 @@ class RankTimes:
 
 @dataclass
 class _Suspicion:
-    """Windows in which a rank has been slow, or was not after it was named."""
+    """Windows since a rank has been slow, and those without after it was named."""
 
     since: int
     windows: int = 0
