@@ -377,18 +377,15 @@ def compared(one: dict[str, Any], ring: dict[str, Any], run: Run) -> dict[str, A
             "logp_difference": max(log[logp] for log in ring["logs"]),
             "logp_difference_one_process": max(log[logp] for log in one["logs"]),
         }
+    if run.replicate == 1:  # a rank records its own ring's
+        pairs = zip(ring["completions"], one["completions"], strict=True)
+        gaps["equal_completions"] = sum(mine == theirs for mine, theirs in pairs)
     return {
         "way": run.way,
         "trainer": run.trainer,
         "ranks": run.ranks,
         "replicate": run.replicate,
         "steps": steps,
-        "equal_completions": sum(
-            mine == theirs
-            for mine, theirs in zip(
-                ring["completions"], one["completions"], strict=True
-            )
-        ),
         "grad_norm": worst("grad_norm", relative=True),
         "loss": worst("loss", relative=False),
         "weights": max(apart),

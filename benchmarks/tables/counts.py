@@ -416,7 +416,9 @@ def vllm_rollouts() -> str:
             row["trainer"],
             row["way"],
             f"{row['replicate']} x {row['ranks'] // row['replicate']}",
-            f"{row['equal_completions']} of {row['steps']}",
+            f"{row['equal_completions']} of {row['steps']}"
+            if "equal_completions" in row
+            else "",
             *(
                 f"{row[name]:.1e}" if name in row else ""
                 for name in (
