@@ -373,7 +373,9 @@ def test_a_trainers_own_saving_and_loading_runs_before_the_rings(world, tmp_path
     ):
         # transformers 5.17 calls it where it writes alone
         elsewhere = {"_save"} if rank else set()
-        assert called | elsewhere == set(seams.OVERRIDDEN["transformers:Trainer"])
+        # which comes only with a hub
+        ours = {*seams.OVERRIDDEN["transformers:Trainer"]} - {"_push_from_checkpoint"}
+        assert called | elsewhere == ours
         assert resumed == pytest.approx(through, rel=1e-6)
 
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 import ringspan as rs
 from ringspan.proof.run import Proof, prove
 from ringspan.proof.seeing import IMAGES, TOWERS
-from ringspan.proof.small import small_model
+from ringspan.proof.small import proven_part, small_model
 from tests.cases import long
 from tests.proof.test_run import planted
 
@@ -46,8 +46,13 @@ def test_a_small_tower_fits_its_language_model(kind):
     assert small.layers == 2 and small.parameters < 300_000
 
 
-@pytest.mark.parametrize("kind", ["qwen2_audio", "mllama", "glm4v"])
+def test_of_a_model_that_hears_the_language_model_is_left():
+    part = proven_part(CONFIG_MAPPING["qwen2_audio"](), is_narrow=True)
+    assert part.model_type == "qwen2" and small_model(part).layers == 2
+
+
+@pytest.mark.parametrize("kind", ["mllama", "glm4v"])
 def test_other_models_that_see_or_hear_are_refused_in_a_line(kind):
     with pytest.raises(rs.UnsupportedError, match="but for gemma3, llava") as raised:
-        small_model(CONFIG_MAPPING[kind]())
+        proven_part(CONFIG_MAPPING[kind](), is_narrow=True)
     assert "\n" not in str(raised.value)

@@ -52,6 +52,7 @@ def test_every_built_in_model_has_its_published_parameters():
         "deepseek-v3": 671.0,
         "minimax-m2": 228.7,
         "glm-4.5-air": 106.9,
+        "glm-5": 743.9,
         "gemma-3-1b": 1.0,
         "gemma-3-4b": 3.9,
         "gemma-3-12b": 11.8,
