@@ -5,13 +5,15 @@ from collections import Counter
 
 import pytest
 
+from tests.cases import long
 from tests.combinations.judging import judge
 from tests.combinations.tables import drawn, line_of
 
-DRAWS = 4  # for each part, so that `make test` spends about a minute; `make fuzz` runs thousands of them
+# Of each part, so that `make test` spends about a minute; `make long` has more, and `make fuzz` runs thousands.
+DRAWS = 4
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", [0, 1, *long(2, 3, 4, 5)])
 def test_options_at_random_train_as_on_one_process(pool, part):
     generator, kinds = random.Random(part), Counter[str]()
     for _ in range(DRAWS):
