@@ -21,12 +21,12 @@ LASTING = {
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_is_amx_tile_supported", "_is_avx512_bf16_supported",
 }  # fmt: skip
-# Of transformers, FlashAttention, multiprocessing's fork server, and of our own classes.
+# Of transformers, PEFT, FlashAttention, multiprocessing's fork server, and of our own classes.
 OTHERS = {
     "_attn_implementation", "_experts_implementation", "_get_feat_extract_output_lengths",
     "_gradient_checkpointing_func", "_flash_attn_backward", "_flash_attn_bwd", "_flash_attn_forward", "_flash_attn_fwd",
     "_flash_attn_varlen_backward", "_flash_attn_varlen_forward", "_forkserver", "_forkserver_alive_fd", "_timeout",
-    "_before", "_from_config", "_wanted", "_weight_conversions",
+    "_before", "_did_swap_in_out_features", "_from_config", "_wanted", "_weight_conversions",
 }  # fmt: skip
 
 
