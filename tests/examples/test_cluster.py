@@ -1,6 +1,5 @@
 """Jobs of clusters are started as their platforms would start them, with two ranks on loopback."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from examples.grpo import tiny
+from tests.examples.platforms import ROOT, environment, put_programs
 
-ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 STUBS = {
     # A step of a job runs here, whichever nodes it is for.
@@ -31,23 +30,8 @@ def place(tmp_path: Path) -> Path:
     model, tokenizer = tiny()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "bin").mkdir()
-    for name, body in STUBS.items():
-        stub = tmp_path / "bin" / name
-        stub.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        stub.chmod(0o755)
+    put_programs(tmp_path, STUBS)
     return tmp_path
-
-
-def environment(place: Path, **more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        **more,
-    }
 
 
 def check_trained(place: Path, out: str) -> None:
@@ -86,9 +70,11 @@ def test_a_slurm_job_of_a_server_and_a_trainer(place):
         ],
         env=environment(
             place,
-            SLURM_JOB_ID=str((port - 20000) // 2 + 30000),
-            SLURM_JOB_NODELIST="gpu[1-2]",
-            SLURM_GPUS_ON_NODE="2",
+            {
+                "SLURM_JOB_ID": str((port - 20000) // 2 + 30000),
+                "SLURM_JOB_NODELIST": "gpu[1-2]",
+                "SLURM_GPUS_ON_NODE": "2",
+            },
         ),
         cwd=place,
         capture_output=True,
@@ -169,7 +155,7 @@ def test_a_jobset_of_a_server_and_a_trainer(place):
         for old, new in changed.items():
             words = [word.replace(old, new) for word in words]
         named = {each["name"]: each["value"] for each in container.get("env", [])}
-        return words, environment(place, **named)
+        return words, environment(place, named)
 
     command, variables = here(server)
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"

@@ -1,6 +1,5 @@
 """Launch files are read, and started as their platforms would: two nodes of one rank each, on loopback."""
 
-import os
 import shlex
 import socket
 import subprocess
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.examples.platforms import ROOT, environment, put_programs
 from tests.train.runs import training_file, write_text
 
-ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 STUBS = {
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
@@ -91,29 +90,13 @@ def place(tmp_path: Path) -> Path:
     """A folder with a training file, what it reads, and the programs of a node in bin."""
     write_text(tmp_path, files=3)
     (tmp_path / "train.toml").write_text(training_file(tmp_path))
-    (tmp_path / "bin").mkdir()
-    for name, body in STUBS.items():
-        stub = tmp_path / "bin" / name
-        stub.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        stub.chmod(0o755)
+    put_programs(tmp_path, STUBS)
     return tmp_path
 
 
 def node(place: Path, given: dict[str, str]) -> dict[str, str]:
     """The environment of a node, without what says that this process is one already."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "PET")
-    }
-    return (
-        kept
-        | given
-        | {
-            "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    )
+    return environment(place, given, without=("RANK", "PET_"))
 
 
 def free_port() -> str:

@@ -28,7 +28,7 @@ OPTIONS = {
 
 
 class Seen(TrainerCallback):
-    """Which steps' checkpoints are complete when ``on_save`` comes, in which step of the run."""
+    """Return the steps whose checkpoints are complete when ``on_save`` comes, in which step of the run."""
 
     def __init__(self, *, on_all_ranks: bool) -> None:
         self.steps: list[int] = []
@@ -171,7 +171,7 @@ def test_an_adapter_is_saved_beside_the_steps_of_sft(world, tmp_path):
 
 
 def pushed(mesh: Any, folder: str) -> Any:
-    """What is uploaded of a run, and which of its checkpoints were complete then."""
+    """Return what is uploaded of a run, and which of its checkpoints were complete then."""
     hub = Hub(Path(folder, "hub"))
     with (
         mock.patch.object(HfApi, "create_repo", side_effect=hub.create_repo),

@@ -38,17 +38,16 @@ def read_speed(run: Path) -> tuple[list[str], list[dict[str, Any]]]:
     return hosts, entries
 
 
-def refuse_beside_watch(**options: object) -> None:
-    """Raise ConfigError for an option that looks at this machine, and not at a run."""
-    for name, value in options.items():
-        if value is not None:
+def show_speed(run: Path, **others: object) -> None:
+    """Print the latest figures of each rank and who was named, and draw all of them.
+
+    ``others`` are the command's other options, which look at this machine: ConfigError if one is given.
+    """
+    for name, value in others.items():
+        if value:
             raise ConfigError(
                 f"--{name} does not go with --watch; leave one of the two out"
             )
-
-
-def show_speed(run: Path) -> None:
-    """Print the latest figures of each rank and who was named, and draw all of them."""
     hosts, entries = read_speed(run)
     last, out = entries[-1], console()
     figures = zip(hosts, last["compute_seconds"], last["wait_seconds"], strict=True)

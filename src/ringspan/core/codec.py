@@ -66,9 +66,9 @@ class Sent(NamedTuple):
     """Encodings of one attention's tensors in messages: an operator's ``comm_dtype`` and ``gradient_comm_dtype``."""
 
     keys: CommDtypeName = "exact"
-    """Of keys and values."""
+    """Encoding of keys and values."""
     gradients: GradientCommDtypeName = "exact"
-    """Of dk and dv; exact is float32."""
+    """Encoding of dk and dv; exact is float32."""
 
     @property
     def text(self) -> str:
@@ -89,15 +89,16 @@ class Sent(NamedTuple):
         """True if dk and dv are sent as bfloat16."""
         return self.gradients == "bfloat16"
 
-    def check(self) -> None:
-        """Raise UnsupportedError for a name that no encoding has."""
-        codec(self.keys)
+    def checked(self) -> Codec:
+        """Return ``codec``; UnsupportedError for any name that no encoding has."""
+        sent = self.codec
         find_name(
             "gradient_comm_dtype",
             self.gradients,
             GRADIENT_COMM_DTYPE_NAMES,
             UnsupportedError,
         )
+        return sent
 
 
 UNCHANGED: Final = Sent()

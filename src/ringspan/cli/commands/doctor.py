@@ -11,7 +11,7 @@ import typer
 from ringspan.cli.checks import AsJson, LocalRanks, refuse_under_torchrun
 from ringspan.cli.commands.prove import proof_of, show_proof
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
-from ringspan.cli.speed_table import refuse_beside_watch, show_speed
+from ringspan.cli.speed_table import show_speed
 from ringspan.core.errors import RingspanError
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
@@ -50,8 +50,7 @@ def command(
     and train a model of two layers. Exit code 0 if that trained, and right, and ``--model`` is exact, else 1.
     """
     if watch is not None:
-        refuse_beside_watch(ranks=ranks, model=model or None, json=as_json or None)
-        show_speed(watch)
+        show_speed(watch, model=model, ranks=ranks, json=as_json)
         return
     is_job = is_rank()
     if is_job:

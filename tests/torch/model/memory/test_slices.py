@@ -282,7 +282,7 @@ def test_experts_beside_packed_weights_are_sliced(pool, tmp_path, in_parts):
 
 
 def files_of(model: Any) -> dict[str, Any]:
-    """What one process writes."""
+    """Files that one process writes, by the names of their tensors."""
     plain = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     with tempfile.TemporaryDirectory() as folder:
         plain.save_pretrained(folder)
@@ -290,7 +290,7 @@ def files_of(model: Any) -> dict[str, Any]:
 
 
 def saved_and_opened(mesh, folder, slices, how, expected):
-    """What of a ring's weights is not as in the files of one process, by what was done."""
+    """Names of a ring's weights that differ from the files of one process, by the way they were handed over."""
     model = rs.parallelize(mixture("gpt_oss", how, wide=False), mesh, expert_slices=slices)  # fmt: skip
     handed = dict(rs.named_weights(model, everywhere=True))
     limit = 1e-6 if how == "LoRA" else 0

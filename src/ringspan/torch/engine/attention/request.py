@@ -133,8 +133,7 @@ def _spec_of(
 ) -> AttentionSpec:
     """Return the spec of tensors in the dtype that autocast gives them; raise like ``ring_attention``."""
     check_tensors(q, k, v)
-    asked.sent.check()
-    sent = asked.sent.codec
+    sent = asked.sent.checked()
     check_name(asked.kernel)
     check_scores(asked.scale, asked.softcap)
     check_heads(q, asked.slopes, asked.sinks)

@@ -49,7 +49,7 @@ class RankTimes:
 
 @dataclass
 class _Suspicion:
-    """Windows since a rank has been slow, and those without after it was named."""
+    """A rank that may be slow: its slow windows in a row, and, once it is named, those in which it was not."""
 
     since: int
     windows: int = 0
@@ -104,9 +104,14 @@ class Judge:
         )
 
 
+def _typical_pair(times: Sequence[RankTimes]) -> float:
+    """Return the median rank's seconds of a pair."""
+    return statistics.median_low([each.pair_seconds for each in times])
+
+
 def _slow_ranks(times: Sequence[RankTimes]) -> dict[int, tuple[float, float]]:
     """Return, by rank, how many times as long it computes as the median, and how many seconds of a step that costs."""
-    typical = statistics.median_low([each.pair_seconds for each in times])
+    typical = _typical_pair(times)
     found: dict[int, tuple[float, float]] = {}
     for rank, each in enumerate(times):
         if typical <= 0 or each.pair_seconds < _SLOWER * typical:
@@ -234,7 +239,7 @@ class SpeedWatch:
 
 
 def _metrics(times: Sequence[RankTimes]) -> dict[str, float]:
-    typical = statistics.median_low([each.pair_seconds for each in times])
+    typical = _typical_pair(times)
     slowest = max(range(len(times)), key=lambda rank: times[rank].pair_seconds)
     ratio = times[slowest].pair_seconds / typical if typical > 0 else 1.0
     return {
