@@ -95,10 +95,7 @@ class Resting:
             )
             if whole.grad is None and whole.requires_grad:
                 self._filled.add(parameter)
-                # torch 2.15 keeps gradients that wait to be summed in a separate dtype.
-                whole.grad = torch.zeros_like(
-                    whole, dtype=whole.grad_dtype or whole.dtype
-                )
+                whole.grad = torch.zeros_like(whole, dtype=gradient_dtype(whole))
         if not self._is_agreeing:
             self._is_agreeing = True
             # FSDP queued its own callback when backward began, so this one runs after it.
@@ -157,6 +154,11 @@ def groups_of_state(state: Any) -> list[Any]:
         else [state._fsdp_param_group]
     )
     return [group for group in groups if group is not None]
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: from torch 2.15 on, a gathered copy may have its shard's."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def drop_unsummed(parameter: Any) -> None:

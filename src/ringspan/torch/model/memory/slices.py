@@ -33,7 +33,7 @@ from ringspan.torch.model.layers.modules import (
 )
 from ringspan.torch.model.layers.switches import Switches
 from ringspan.torch.model.layers.view import ModelView
-from ringspan.torch.model.memory.resting import groups_in
+from ringspan.torch.model.memory.resting import gradient_dtype, groups_in
 from ringspan.torch.model.weights.loading import rows_of
 from ringspan.torch.model.weights.packed import is_packed
 from ringspan.torch.model.weights.shards import SLICES
@@ -476,9 +476,9 @@ def _add_gradient(parameter: Tensor, found: Tensor | None) -> None:
         if found is not None:
             parameter.grad += found
     elif found is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     else:
-        parameter.grad = found.to(parameter.dtype)
+        parameter.grad = found.to(gradient_dtype(parameter))
 
 
 def _dtype_of_sums(hidden: Tensor) -> torch.dtype:
