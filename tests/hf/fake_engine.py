@@ -6,20 +6,25 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
-from tests.hf.fake_vllm import drawn, take
+from tests.hf.fake_vllm import drawn, returned_routes, take
 
 ASLEEP = frozenset({"weights", "kv_cache"})
 
 
 class FakeEngine:
-    """One rank of ``vllm.LLM``: all ranks of an engine compute the same. ``fails_at`` names a method that raises."""
+    """One rank of ``vllm.LLM``: all ranks of an engine compute the same. ``fails_at`` names a method that raises.
+
+    ``routes`` says what answers tell of routes if an engine is asked for them: the model's own, others, or none.
+    """
 
     fails_at: str | None = None
+    routes: str = "own"
 
     def __init__(self, **given: Any) -> None:
         self.given = given
@@ -86,17 +91,28 @@ class FakeEngine:
                 {token: SimpleNamespace(logprob=logprob, rank=1)}
                 for token, logprob in zip(answer, logprobs, strict=True)
             ]
-            one = SimpleNamespace(token_ids=answer, logprobs=chosen)
+            one = SimpleNamespace(
+                token_ids=answer,
+                logprobs=chosen,
+                routed_experts=self._routes_of(ids + answer),
+            )
             outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=[one]))
         return outputs
 
+    def _routes_of(self, ids: list[int]) -> np.ndarray | None:
+        asked = self.given.get("enable_return_routed_experts", False)
+        if not asked or self.routes == "none":
+            return None
+        return returned_routes(self.model, ids, self.routes)
+
 
 @contextmanager
-def engines(fails_at: str | None = None) -> Iterator[None]:
+def engines(fails_at: str | None = None, routes: str = "own") -> Iterator[None]:
     """Let TRL find this engine in place of vLLM's; its variables of the environment go with it."""
     environment = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "fails_at", fails_at)
+        patch.setattr(FakeEngine, "routes", routes)
         patch.setattr(vllm_generation, "is_vllm_available", lambda: True)
         patch.setattr(vllm_generation, "LLM", FakeEngine, raising=False)
         patch.setattr(vllm_generation, "SamplingParams", dict, raising=False)

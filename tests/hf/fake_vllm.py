@@ -6,7 +6,7 @@ python -m tests.hf.fake_vllm serve MODEL --port 8000 [options of vllm serve, whi
 import argparse
 import json
 import threading
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,9 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from PIL import Image
 from torch.nn.functional import log_softmax
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
 
 from tests.every_model.weights import stored
 
@@ -32,9 +37,9 @@ class FakeVLLM(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder = folder
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
+        self.sees = (folder / "processor_config.json").is_file()
+        kind = AutoModelForImageTextToText if self.sees else AutoModelForCausalLM
+        self.model: Any = kind.from_pretrained(folder, dtype=torch.float32).eval()
         self.adapters: dict[str, Any] = {}
         self.asked: list[str] = []
         self.fails: dict[str, str] = {}
@@ -60,18 +65,66 @@ class FakeVLLM(ThreadingHTTPServer):
 
     def reload(self, folder: Path) -> None:
         """Take all weights of a folder, as ``reload_weights`` does: no weight may be missing or misshapen."""
-        take(self.model, stored(folder))
+        found = stored(folder)
+        if not self.sees:
+            take(self.model, found)
+            return
+        # Names of a model that sees are others on disk than in memory.
+        self.model, told = type(self.model).from_pretrained(
+            None,
+            config=self.model.config,
+            state_dict=found,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        self.model.eval()
+        wrong = [name for name, faults in told.items() if faults]
+        if wrong:
+            raise ValueError(f"weights with {wrong[0]}: {told[wrong[0]]}")
+
+    def render(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return what the model takes of a conversation's images, and where they stand in that conversation."""
+        [message] = asked["messages"]
+        pictures = [
+            Image.open(BytesIO(b64decode(part["image_url"]["url"].partition(",")[2])))
+            for part in message["content"]
+        ]
+        processor = AutoProcessor.from_pretrained(self.folder)
+        values = processor.image_processor(pictures, return_tensors="np").pixel_values
+        places = [{"offset": 7 * number, "length": 4} for number in range(len(values))]
+        coded = [_coded(value) for value in values]
+        return {
+            "features": {
+                "mm_hashes": {"image": [each[-16:] for each in coded]},
+                "mm_placeholders": {"image": places},
+                "kwargs_data": {"image": coded},
+            }
+        }
+
+    def media_of(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the images of a request for a pass; each has to be where its tokens are."""
+        features = asked.get("features")
+        if features is None:
+            return {}
+        token, ids = self.model.config.image_token_id, asked["token_ids"]
+        for place in features["mm_placeholders"]["image"]:
+            start, end = place["offset"], place["offset"] + place["length"]
+            assert set(ids[start:end]) == {token} != {*ids[end : end + 1]}
+        values = [_decoded(each) for each in features["kwargs_data"]["image"]]
+        return {"pixel_values": torch.from_numpy(np.stack(values))}
 
     def complete(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
         """Draw completions; a row's numbers depend on its prompt and its place there alone."""
         model = self.adapters.get(asked["model"], self.model)
         prompts = asked["prompt"]
         prompts = [prompts] if isinstance(prompts[0], int) else prompts
+        media = self.media_of(asked)
         choices = []
         for prompt in prompts:
             for place in range(asked.get("n", 1)):
                 generator = torch.Generator().manual_seed(sum(prompt) * 31 + place)
-                choices.append(_choice(prompt, *drawn(model, prompt, asked, generator)))
+                found = drawn(model, prompt, asked, generator, media)
+                choices.append(_choice(prompt, *found))
         return choices
 
     def with_routes(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +136,10 @@ class FakeVLLM(ThreadingHTTPServer):
             for token, found in zip(choice["token_ids"], logprobs, strict=True)
         ]
         answer = {"token_ids": choice["token_ids"], "logprobs": {"content": content}}
-        if self.routes == "none":
+        if self.sees or self.routes == "none":
             return answer
-        routes = routes_of(self.model, ids)[:-1]
-        if self.routes == "others":  # as of another precision
-            routes = (routes + 1) % self.model.config.num_local_experts
-        file = BytesIO()
-        np.save(file, routes.astype(np.uint8))
-        return answer | {"routed_experts": b64encode(file.getvalue()).decode()}
+        routes = returned_routes(self.model, ids, self.routes)
+        return answer | {"routed_experts": _coded(routes)}
 
     def generate(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
         """Draw as ``complete`` does, in SGLang's form: a row for each prompt, with a place of its own."""
@@ -126,6 +175,14 @@ def routes_of(model: Any, ids: list[int]) -> np.ndarray:
     return torch.stack(chosen, 1).numpy()
 
 
+def returned_routes(model: Any, ids: list[int], which: str) -> np.ndarray:
+    """The model's ``own`` routes of a row as vLLM returns them, or ``others``, as of another precision."""
+    routes = routes_of(model, ids)[:-1]
+    if which == "others":
+        routes = (routes + 1) % model.config.num_local_experts
+    return routes.astype(np.uint8)
+
+
 def take(model: Any, found: dict[str, Any]) -> None:
     """Take all weights of a checkpoint: no weight may be missing or misshapen."""
     own = model.state_dict()
@@ -141,22 +198,40 @@ def take(model: Any, found: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def drawn(
-    model: Any, prompt: list[int], asked: dict[str, Any], generator: torch.Generator
+    model: Any,
+    prompt: list[int],
+    asked: dict[str, Any],
+    generator: torch.Generator,
+    media: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Draw a completion, with the log-probabilities of its tokens as with logprobs-mode processed_logprobs."""
     ids, logprobs = list(prompt), list[float]()
     while len(ids) < len(prompt) + asked["max_tokens"]:
-        logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double()
+        whole = {"input_ids": torch.tensor([ids])} | (media or {})
+        logits = model(**whole).logits[0, -1].double()
         temperature = asked.get("temperature", 1.0)
         found = log_softmax(logits / (temperature or 1.0), -1)
-        token = int(found.argmax())
+        chances = found.exp()
+        if media:  # a pass refuses an image's token that has no image
+            chances[model.config.image_token_id] = 0
+        token = int(chances.argmax())
         if temperature:
-            token = int(torch.multinomial(found.exp(), 1, generator=generator))
+            token = int(torch.multinomial(chances, 1, generator=generator))
         ids.append(token)
         logprobs.append(float(found[token]))
         if token == 1:
             break
     return ids[len(prompt) :], logprobs
+
+
+def _coded(values: np.ndarray) -> str:
+    file = BytesIO()
+    np.save(file, values)
+    return b64encode(file.getvalue()).decode()
+
+
+def _decoded(coded: str) -> np.ndarray:
+    return np.load(BytesIO(b64decode(coded)), allow_pickle=False)
 
 
 def _choice(
@@ -233,13 +308,12 @@ class _Handler(BaseHTTPRequestHandler):
                 return {"choices": choices}
             case "/inference/v1/generate":
                 sampled = asked["sampling_params"]
-                whole = sampled | {
-                    "model": asked["model"],
-                    "prompt": asked["token_ids"],
-                }
+                whole = sampled | asked | {"prompt": asked["token_ids"]}
                 choices = server.complete(whole)
                 server.rows += len(choices)
                 return {"choices": [server.with_routes(each) for each in choices]}
+            case "/v1/chat/completions/render":
+                return server.render(asked)
             case "/collective_rpc":
                 assert asked["method"] == "reload_weights"
                 server.reload(Path(asked["kwargs"]["weights_path"]))

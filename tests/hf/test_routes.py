@@ -13,6 +13,7 @@ from ringspan.hf import RingConfig
 from ringspan.hf.routes import KeptRoutes
 from ringspan.torch.model.layers import routing
 from tests.cases import long
+from tests.hf.fake_engine import engines
 from tests.hf.fake_vllm import FakeVLLM, serving
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.test_vllm import STEPS, said, trained
@@ -27,9 +28,16 @@ def server(tmp_path: Path) -> Iterator[FakeVLLM]:
 
 
 def replayed(
-    mesh: Any, url: str | None, options: dict[str, Any], ring: dict[str, Any]
+    mesh: Any,
+    url: str | None,
+    options: dict[str, Any],
+    ring: dict[str, Any] | None,
+    returned: str = "own",
 ) -> Any:
-    """What a trainer logs, and the share of choices that routes of rollouts have changed."""
+    """What a trainer logs, and the share of choices that routes of rollouts have changed.
+
+    Engines on the ranks, if ``options`` ask for them, return the routes that ``returned`` says.
+    """
     given = STEPS | {"adam_epsilon": 0.1, "max_steps": 2} | options
     if url is not None:
         given |= {
@@ -48,7 +56,11 @@ def replayed(
             changed.append(~same.all(-1))
         return result
 
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        engines(routes=returned),
+    ):
         patch.setattr(routing.Routing, "answer", answer)
         if url is not None:
             ring = {"vllm_weights_folder": folder} | ring
@@ -91,6 +103,45 @@ def test_other_routes_of_a_server_are_trained_on(world, server):
         found[ranks] = logs
         assert share > 0.5, "they are not those that the model would choose"
     close(found[2], found[1])
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> dict[str, Any]:
+    """The options of a trainer whose completions engines on its own ranks make."""
+    made("gpt_oss").save_pretrained(tmp_path / "model")
+    place = str(tmp_path / "model")
+    return {"use_vllm": True, "vllm_mode": "colocate", "place": place}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine_ranks"), [(2, 1), *long((2, 2), (3, 1), (4, 2))]
+)
+def test_routes_of_engines_with_equal_weights_change_nothing(
+    world, engine, ranks, engine_ranks
+):
+    expected, _ = replayed(None, None, engine, None)
+    options = engine | {"vllm_tensor_parallel_size": engine_ranks}
+    ring = {"replay_routes": "rollout"}
+    for found, share in world(ranks).run(replayed, ranks, None, options, ring):
+        close(found, expected)
+        assert share == 0
+
+
+def test_other_routes_of_engines_are_trained_on(world, engine):
+    found = {}
+    for ranks in (1, 2):
+        ring = {"replay_routes": "rollout"}
+        every = world(ranks).run(replayed, ranks, None, engine, ring, "others")
+        assert min(share for _, share in every) > 0.5
+        found[ranks] = every[0][0]
+    close(found[2], found[1])
+
+
+def test_an_engine_without_routes_is_named(world, engine):
+    ring = {"replay_routes": "rollout"}
+    for error in world(2).outcomes(replayed, 2, None, engine, ring, "none"):
+        assert type(error) is ConfigError
+        assert "returns no routes of its experts; update it, or set" in str(error)
 
 
 def test_later_iterations_train_on_old_routes(world):
@@ -147,7 +198,7 @@ def of_a_trainer(mesh: Any, model: str, replay: str) -> str:
         (
             "gpt_oss",
             "rollout",
-            "set use_vllm=True and vllm_mode='server', or use 'old'",
+            "takes the routes that vLLM returns; set use_vllm=True, or use 'old'",
         ),
     ],
 )

@@ -80,10 +80,9 @@ def keep_routes(trainer: Any, ring: RingConfig) -> None:
             f"{asked}: {class_name(model)} has no mixtures of experts; leave it out"
         )
     generation = getattr(trainer, "vllm_generation", None)
-    if source == "rollout" and getattr(generation, "mode", None) != "server":
+    if source == "rollout" and generation is None:
         raise ConfigError(
-            f"{asked} takes the routes that a server of vLLM returns; set use_vllm=True and vllm_mode='server', or use "
-            "'old'"
+            f"{asked} takes the routes that vLLM returns; set use_vllm=True, or use 'old'"
         )
     kept = model.ring_kept_routes = KeptRoutes(records=source == "old")
     if generation is not None:

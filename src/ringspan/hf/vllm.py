@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +39,7 @@ class RingVLLMGeneration(VLLMGeneration):
         base: Any = base_of(model)
         self.ring, self.ring_mesh = ring, base.ring_mesh
         self._weights: NamedWeights | None = None
-        # Routes of what the server wrote; None if the trainer replays none.
+        # Routes of what vLLM wrote; None if the trainer replays none.
         self.ring_kept_routes: KeptRoutes | None = None
         super().__init__(*args, **kwargs)
 
@@ -217,16 +220,49 @@ class RingVLLMGeneration(VLLMGeneration):
         part = slice(self._engine * share, (self._engine + 1) * share)
         found: Any = None
         with in_call(_ASKING), meeting(self.ring_mesh, _ASKING):
-            found = super().generate(
-                prompts[part], images and images[part], num_generations, profiler
-            )
+            with self._answers() as answers:
+                columns = super().generate(
+                    prompts[part], images and images[part], num_generations, profiler
+                )
+            found = (*columns, self._routes_of(answers))
         with in_call(_ASKING):
             by_rank = gather_over(self.ring_mesh, found, _axes_of_ring(self.ring_mesh))
         by_engine = by_rank[:: len(by_rank) // self._num_engines]
-        return tuple(
+        *columns, routes = (
             None if parts[0] is None else list(chain.from_iterable(parts))
             for parts in zip(*by_engine, strict=True)
         )
+        if routes is not None:
+            self._keep(columns[0], columns[1], routes)
+        return tuple(columns)
+
+    @contextmanager
+    def _answers(self) -> Iterator[list[Any]]:
+        """Yield a list that takes the engine's answers: TRL hands on their tokens and log-probabilities alone."""
+        answers: list[Any] = []
+        ask = self.llm.generate
+
+        def recorded(*given: Any, **named: Any) -> Any:
+            found = ask(*given, **named)
+            answers.extend(found)
+            return found
+
+        self.llm.generate = recorded
+        try:
+            yield answers
+        finally:
+            del self.llm.generate
+
+    def _routes_of(self, answers: list[Any]) -> list[Tensor] | None:
+        """Return the routes (tokens, layers, K) of an engine's answers; None if the trainer replays none."""
+        if self.ring_kept_routes is None or self.ring_kept_routes.records:
+            return None
+        found = [one.routed_experts for answer in answers for one in answer.outputs]
+        if any(routes is None for routes in found):
+            raise ConfigError(
+                "this vLLM returns no routes of its experts; update it, or set replay_routes='old'"
+            )
+        return [torch.from_numpy(routes.astype(np.int16)) for routes in found]
 
     def _init_vllm(self) -> None:
         if self.mode == "server":
@@ -278,11 +314,27 @@ class RingVLLMGeneration(VLLMGeneration):
         try:
             with in_call(_STARTING), meeting(mesh, _STARTING):
                 self._refuse_packed_files(trained)
-                super()._init_vllm()
+                with self._with_routes(trained):
+                    super()._init_vllm()
         finally:
             self.accelerator, self.model = counting, trained
             # The ranks of an engine have equal prompts, so that TRL has none to gather.
             self.tensor_parallel_size = 1
+
+    @contextmanager
+    def _with_routes(self, trained: Any) -> Iterator[None]:
+        """Let TRL start an engine that returns its routes, if the trainer replays them."""
+        base: Any = base_of(trained)
+        if self.ring.replay_routes != "rollout" or not base.ring_experts:
+            yield
+            return
+        space: Any = vars(vllm_generation)
+        theirs = space["LLM"]
+        space["LLM"] = partial(theirs, enable_return_routed_experts=True)
+        try:
+            yield
+        finally:
+            space["LLM"] = theirs
 
     def _refuse_packed_files(self, model: Any) -> None:
         quantizer = getattr(base_of(model), "hf_quantizer", None)
