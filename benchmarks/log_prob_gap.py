@@ -1,10 +1,11 @@
 """How far apart two programs are that compute the same log-probabilities: rings and blocks against one process.
 
-    python -m benchmarks.log_prob_gap --lengths 512,2048 --rings 1,2
+    python -m benchmarks.log_prob_gap --lengths 512,2048,8192 --rings 1,2,4
 
 The model is a small Llama with random weights: the figures tell how the gap depends on dtype, ring and length, not how
 large it is for a trained model. ``leaves_tokens`` is the length from which the weight of a whole completion in TRL's
-``sequence_*`` modes leaves [0.5, 2], with the mean and one standard deviation of the noise.
+``sequence_*`` modes leaves [0.5, 2], with the mean and one standard deviation of the noise; ``weight`` is the product
+of the ratios of all tokens here.
 """
 
 import json
@@ -64,13 +65,14 @@ def _measure(case: GapCase) -> dict[str, float | None]:
 
 
 def gap(found: Tensor, expected: Tensor) -> dict[str, float | None]:
-    """Return mean and standard deviation of a token's difference, and the length at which a product leaves [0.5, 2]."""
+    """Return a token's mean difference and deviation, the product of all ratios, and when one would leave [0.5, 2]."""
     apart = (found - expected).double()
     mean, deviation = float(apart.mean()), float(apart.std())
     return {
         "mean": mean,
         "deviation": deviation,
         "largest": float(apart.abs().max()),
+        "weight": math.exp(float(apart.sum())),
         "leaves_tokens": leaves(mean, deviation),
     }
 
@@ -87,8 +89,8 @@ def leaves(mean: float, deviation: float) -> float | None:
 def main(
     lengths: Annotated[
         str, typer.Option(help="Tokens, separated by commas.")
-    ] = "512,2048",
-    rings: Annotated[str, typer.Option(help="Ranks, separated by commas.")] = "1,2",
+    ] = "512,2048,8192",
+    rings: Annotated[str, typer.Option(help="Ranks, separated by commas.")] = "1,2,4",
     chunks: Annotated[str, typer.Option(help="Blocks of the loss.")] = "128,1024",
 ) -> None:
     """Measure, and print the result as one JSON object."""

@@ -1,5 +1,6 @@
 """Tables that no clock is needed for: the overlap law, the balance of layouts, errors."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -385,25 +386,35 @@ def _of_tests(path: str) -> str:
 
 def log_prob_gap() -> str:
     """Noise of a token's log-probability, and how many tokens it takes until a completion's weight leaves [0.5, 2]."""
+    # Chunks of the loss change nothing as a rule; rows that are equal but for them are one.
+    chunks: dict[str, list[str]] = {}
+    for row in read("log-prob-gap-cpu")["rows"]:
+        chunk = f"{row.pop('loss_chunk_tokens'):,}"
+        chunks.setdefault(json.dumps(row), []).append(chunk)
     rows: list[Sequence[object]] = [
         (
             row["dtype"],
             row["ranks"],
+            " or ".join(of_row),
             f"{row['length']:,}",
             f"{row['mean']:.1e}",
             f"{row['deviation']:.1e}",
             f"{row['largest']:.1e}",
+            f"{row['weight']:.4g}",
             f"{row['leaves_tokens']:,.0f}",
         )
-        for row in read("log-prob-gap-cpu")["rows"]
+        for text, of_row in chunks.items()
+        for row in [json.loads(text)]
     ]
     head = (
         "dtype",
         "ranks",
+        "tokens of a chunk",
         "tokens",
         "mean difference",
         "standard deviation",
         "largest",
+        "weight of the completion",
         "weight leaves [0.5, 2] at tokens",
     )
     return table(head, rows)

@@ -290,9 +290,9 @@ def test_options_that_nobody_would_read_are_refused():
 @pytest.mark.parametrize(
     ("mode", "longest", "corrects", "warns"),
     [
-        ("sequence_mask", 3501, True, True),
+        ("sequence_mask", 4651, True, True),
         ("sequence_truncate", 32768, True, True),
-        ("sequence_mask", 3500, True, False),
+        ("sequence_mask", 4650, True, False),
         ("sequence_mask", 32768, False, False),
         ("token_truncate", 32768, True, False),
     ],
@@ -309,13 +309,13 @@ def test_a_product_of_many_ratios_is_warned_of(mode, longest, corrects, warns):
         refuse_vllm(args, RingConfig())
     assert len(lines) == warns
     assert not warns or f"up to {longest} tokens" in lines[0]
-    assert not warns or "from 3500 tokens on; use 'token_truncate'" in lines[0]
+    assert not warns or "from 4650 tokens on; use 'token_truncate'" in lines[0]
 
 
 def test_the_length_of_the_warning_is_that_of_the_measured_noise():
     rows = json.loads((RESULTS / "log-prob-gap-cpu.json").read_text())["rows"]
     shortest = min(row["leaves_tokens"] for row in rows)
-    assert shortest == pytest.approx(3500, rel=0.01)
+    assert shortest == pytest.approx(4650, rel=0.01)
     for row in rows:
         assert row["leaves_tokens"] == pytest.approx(
             leaves(row["mean"], row["deviation"])

@@ -24,7 +24,7 @@ _TABLE: Final[dict[str, Any]] = tomllib.loads(
 )
 _log: Final = logging.getLogger(__name__)
 # The noise in benchmarks/results/log-prob-gap-cpu.json doubles or halves a weight over this many tokens.
-_SUMMED_TOKENS: Final = 3500
+_SUMMED_TOKENS: Final = 4650
 _OPTIMIZERS: Final = frozenset[str](_TABLE["optimizers"].split())
 
 
