@@ -1,12 +1,12 @@
 """CPU milliseconds of a layer and step, of a ring and of plain transformers with FSDP2, beside computing.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--ranks 1] [--steps 40] [--kinds llama,qwen3-moe]
+    OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--ranks 1] [--steps 40] [--kinds llama,qwen3-moe] [--layers 36]
 
-The models have twelve layers that are so small that computing takes next to nothing; each rank has as many tokens in
-both. Steps of a ring and of plain transformers take turns in one process, so that a machine whose speed drifts changes
-both alike: ``ratio`` is the median of the ratios of neighbouring steps, in CPU time of rank 0's process, and
-milliseconds are medians too. ``calls`` are Python's function calls per layer and step. ``new_documents``: the documents
-of each step have other lengths.
+The models have twelve layers, or as many as ``--layers`` says (36 of an 8B), that are so small that computing takes
+next to nothing; each rank has as many tokens in both. Steps of a ring and of plain transformers take turns in one
+process, so that a machine whose speed drifts changes both alike: ``ratio`` is the median of the ratios of neighbouring
+steps, in CPU time of rank 0's process, and milliseconds are medians too. ``calls`` are Python's function calls per
+layer and step. ``new_documents``: the documents of each step have other lengths.
 """
 
 import cProfile
@@ -15,7 +15,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -36,7 +36,7 @@ RESULT: Final = Path(__file__).parent / "results" / "host-cost.json"
 LAYERS: Final = 12
 TOKENS: Final = 64
 WARM_UP: Final = 4
-PARTS: Final = ("batch", "forward", "backward", "optimizer")
+PARTS: Final = ("batch", "forward", "backward", "clipping", "optimizer")
 VOCABULARY: Final = 256
 SIZES: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -81,33 +81,28 @@ class HostCase:
     is_plain: bool = False
     lora: bool = False
     new_documents: bool = False
+    layers: int = LAYERS
 
 
-def cases(kinds: list[str], ranks: int) -> list[tuple[HostCase, HostCase]]:
+def cases(kinds: list[str], ranks: int, layers: int) -> list[tuple[HostCase, HostCase]]:
     """Return pairs of a ring's case and the plain one that it is compared with."""
     wanted = [
-        HostCase(kind=kind, checkpoint=checkpoint, ranks=ranks)
+        HostCase(kind=kind, checkpoint=checkpoint, ranks=ranks, layers=layers)
         for kind in kinds
         for checkpoint in (
             ("none", "attention", "full") if kind == "llama" else ("attention",)
         )
     ]
     if "llama" in kinds:
-        wanted.append(HostCase(ranks=ranks, lora=True))
-        wanted.append(HostCase(ranks=ranks, new_documents=True))
+        wanted.append(HostCase(ranks=ranks, layers=layers, lora=True))
+        wanted.append(HostCase(ranks=ranks, layers=layers, new_documents=True))
     return [(case, plain_of(case)) for case in wanted]
 
 
 def plain_of(case: HostCase) -> HostCase:
     """Return the case of plain transformers: without documents, which it does not keep apart."""
     checkpoint = "none" if case.checkpoint == "none" else "full"
-    return HostCase(
-        kind=case.kind,
-        checkpoint=checkpoint,
-        ranks=case.ranks,
-        is_plain=True,
-        lora=case.lora,
-    )
+    return replace(case, checkpoint=checkpoint, is_plain=True, new_documents=False)
 
 
 Step = Callable[[int], tuple[float, ...]]
@@ -128,7 +123,8 @@ def measure(ring: HostCase, plain: HostCase, steps: int) -> dict[str, Any]:
             if number >= WARM_UP:
                 times[name].append(parts)
     found: dict[str, Any] = {
-        name: _per_layer(parts) | {"calls": _calls(both[name], WARM_UP + steps)}
+        name: _per_layer(parts, ring.layers)
+        | {"calls": _calls(both[name], WARM_UP + steps, ring.layers)}
         for name, parts in times.items()
     }
     pairs = zip(times["ring"], times["plain"], strict=True)
@@ -140,29 +136,30 @@ def measure(ring: HostCase, plain: HostCase, steps: int) -> dict[str, Any]:
     }
 
 
-def _per_layer(parts: list[tuple[float, ...]]) -> dict[str, float]:
+def _per_layer(parts: list[tuple[float, ...]], layers: int) -> dict[str, float]:
     """Return the medians of a step and of its parts, in milliseconds of a layer."""
     columns = dict(zip(PARTS, zip(*parts, strict=True), strict=True))
     columns["step"] = tuple(map(sum, parts))
     return {
-        name: round(1e3 / LAYERS * statistics.median(column), 4)
+        name: round(1e3 / layers * statistics.median(column), 4)
         for name, column in columns.items()
     }
 
 
-def _calls(step: Step, number: int) -> int:
+def _calls(step: Step, number: int, layers: int) -> int:
     """Return Python's function calls of a step, per layer."""
     profile = cProfile.Profile()
     profile.enable()
     step(number)
     profile.disable()
     rows = pstats.Stats(profile).stats.values()  # pyright: ignore
-    return round(sum(row[1] for row in rows) / LAYERS)
+    return round(sum(row[1] for row in rows) / layers)
 
 
 def _model(case: HostCase) -> Any:
     kind, changes = KINDS[case.kind]
-    config = AutoConfig.for_model(kind, **SIZES, **changes)
+    sizes = SIZES | {"num_hidden_layers": case.layers}
+    config = AutoConfig.for_model(kind, **sizes, **changes)
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config).train()
     if case.lora:
@@ -182,6 +179,8 @@ def _step(model: Any, batch_of: Callable[[int], dict[str, Any]]) -> Step:
         loss = model(**batch).loss
         marks.append(time.process_time())
         loss.backward()
+        marks.append(time.process_time())
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         marks.append(time.process_time())
         optimizer.step()
         optimizer.zero_grad()
@@ -238,27 +237,31 @@ def main(
     ),
     ranks: int = 1,
     steps: Annotated[int, typer.Option(help="Steps of each that are timed.")] = 40,
+    layers: int = LAYERS,
 ) -> None:
     """Measure all cases, and put the rows into the result file."""
     rows: list[dict[str, Any]] = []
-    for ring, plain in cases(kinds.split(","), ranks):
+    for ring, plain in cases(kinds.split(","), ranks, layers):
         found = launch(measure, ranks, ring, plain, steps, threads=1)[0]
         print(
             f"{ring}: {found['ring']['step']:.2f} ms a layer, {found['ratio']:.2f} of plain"
         )
         rows.append(asdict(ring) | found)
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
-    same = [(row["kind"], row["ranks"]) for row in rows]
-    kept = [row for row in before["rows"] if (row["kind"], row["ranks"]) not in same]
+    same = [_place(row) for row in rows]
+    kept = [row for row in before["rows"] if _place(row) not in same]
     command = "OMP_NUM_THREADS=1 python -m benchmarks.host_cost"
     result = {
         "command": command,
         "machine": describe_machine(),
-        "layers": LAYERS,
         "tokens_per_rank": TOKENS,
         "rows": kept + rows,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _place(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["kind"], row["ranks"], row.get("layers", LAYERS)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
 from ringspan.torch.model.consistency.calls import Call, check_call, meeting
 from ringspan.torch.model.consistency.fixed import (
+    Structure,
     note_buffers,
     note_data,
     refuse_copy,
     refuse_own_calls,
-    structure_of,
 )
 from ringspan.torch.model.consistency.loop_watch import (
     in_call,
@@ -57,6 +57,7 @@ from ringspan.torch.model.layers.decoder import layer_kinds
 from ringspan.torch.model.layers.embedding import sum_embedding_gradients
 from ringspan.torch.model.layers.modules import mix_in, own_config, seen_as
 from ringspan.torch.model.layers.numbering import number_tokens, skipped_token
+from ringspan.torch.model.layers.positions import note_learned_positions
 from ringspan.torch.model.layers.rope import chunk_rotary_tables
 from ringspan.torch.model.layers.router_loss import record_routers
 from ringspan.torch.model.memory.carrying import carry_passes
@@ -315,6 +316,7 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
         view, config.checkpoint, config.offload, config.layers_per_checkpoint
     )
     chunk_rotary_tables(decoder)
+    note_learned_positions(decoder)
     if config.compile is False:
         carry_passes(
             [*view.layers.values()],
@@ -378,7 +380,7 @@ def _note_what_stays(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> N
     kind.__deepcopy__ = refuse_copy
     # Set on the model, as ``mix_in`` does, since torch keeps the class forever.
     vars(model).update(
-        ring_structure=structure_of(model),
+        ring_structure=Structure(model),
         ring_loss_function=model.loss_function,
         ring_number=_next_number(mesh),
     )

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -146,12 +147,18 @@ def wait_for(mesh: DeviceMesh, seconds: float) -> None:
     flatten_weights(mesh)
 
 
+# Meshes whose ranks are known to ascend: each batch asks for its mesh.
+_ascending: Final[WeakSet[DeviceMesh]] = WeakSet()
+
+
 def check_order(mesh: DeviceMesh) -> None:
     """Raise ConfigError for ranks that do not ascend along each axis: groups sort them."""
     # A stand-in for a mesh, or the mesh of a dry run, whose ranks are made up.
     if not isinstance(mesh, DeviceMesh) or (
         dist.is_initialized() and dist.get_backend() == "fake"
     ):
+        return
+    if mesh in _ascending:
         return
     ranks = mesh.mesh.numpy()
     for axis, name in enumerate(mesh.mesh_dim_names or range(mesh.ndim)):
@@ -162,6 +169,7 @@ def check_order(mesh: DeviceMesh) -> None:
                 f"the mesh has ranks {rows[odd][0].tolist()} along its axis {name!r}, and process groups count theirs "
                 "in ascending order; list the ranks of each axis in ascending order"
             )
+    _ascending.add(mesh)
 
 
 def flatten_weights(mesh: DeviceMesh) -> None:

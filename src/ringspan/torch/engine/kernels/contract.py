@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
@@ -40,6 +41,8 @@ class Memory(NamedTuple):
 
     def laid_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, as contiguous copies if they do not fit."""
+        if all(map(self.fits, tensors)):
+            return tensors
         return tuple(
             x if self.fits(x) else x.clone(memory_format=torch.contiguous_format)
             for x in tensors
@@ -62,7 +65,9 @@ FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)
 
 def is_in_rows(x: Tensor) -> bool:
     """Return whether the last two dimensions have contiguous rows that do not overlap."""
-    return x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1])
+    rows, size = x.shape[-2:]
+    *_, of_rows, of_numbers = x.stride()
+    return of_numbers == 1 and (rows == 1 or of_rows >= size)
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,12 @@ def _filled_up(x: Tensor, size: int) -> Tensor:
     return wider
 
 
+@lru_cache(maxsize=4096)
+def _triangle_of(tile: Tile) -> tuple[bool, bool]:
+    """Return whether a tile is causal, and whether anticausal: each layer asks it of each launch."""
+    return tile.is_causal, tile.is_anticausal
+
+
 class Triangles:
     """A kernel for full and causal tiles; anticausal tiles are mirrored, and heads padded to one size."""
 
@@ -226,22 +237,22 @@ class Triangles:
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, H, rows, E) and lse (B, H, rows) of a launch; flip rows and keys if its tile is anticausal."""
-        if launch.tile.is_anticausal:
+        is_causal, is_anticausal = _triangle_of(launch.tile)
+        if is_anticausal:
             out, lse = self.forward(
                 q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores
             )
             return out.flip(2), lse.flip(2)
         padded = one_size(q, k, v, multiple=self.head_multiple)
-        out, lse = self.compute(
-            *padded, is_causal=launch.tile.is_causal, scale=scores.scale
-        )
+        out, lse = self.compute(*padded, is_causal=is_causal, scale=scores.scale)
         return out[..., : v.shape[-1]], lse
 
     def backward(
         self, given: BackwardInputs, launch: KernelLaunch, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the launch's share of dq, dk and dv; flip rows and keys if its tile is anticausal."""
-        if launch.tile.is_anticausal:
+        is_causal, is_anticausal = _triangle_of(launch.tile)
+        if is_anticausal:
             flipped = BackwardInputs(*(x.flip(2) for x in given))
             dq, dk, dv = self.backward(flipped, _mirrored(launch), scores)
             return dq.flip(2), dk.flip(2), dv.flip(2)
@@ -249,9 +260,7 @@ class Triangles:
         padded = BackwardInputs._make(
             [*one_size(*heads, multiple=self.head_multiple), lse]
         )
-        dq, dk, dv = self.differentiate(
-            padded, is_causal=launch.tile.is_causal, scale=scores.scale
-        )
+        dq, dk, dv = self.differentiate(padded, is_causal=is_causal, scale=scores.scale)
         return (
             dq[..., : given.q.shape[-1]],
             dk[..., : given.k.shape[-1]],

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, Never, TypeGuard
@@ -99,13 +99,13 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
         _compare(group, here)
 
 
-@contextmanager
-def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
+def one_at_a_time(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Guard one pass of a thread over a group; UnsupportedError for another thread's."""
-    if not _talks(group):
-        yield
-        return
-    lock = _of(group).is_passing
+    return _guarded(_of(group).is_passing) if _talks(group) else nullcontext()
+
+
+@contextmanager
+def _guarded(lock: threading.Lock) -> Iterator[None]:
     if not lock.acquire(blocking=False):
         raise UnsupportedError(
             "two threads compute attention over one process group at once; give each thread a group of its own "

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
@@ -84,14 +84,21 @@ def end_records() -> None:
     COUNTERS.transfers = COUNTERS.hops = None
 
 
-@contextmanager
-def hop_recorded(owner: int, num_pairs: int, device: torch.device) -> Iterator[None]:
+def hop_recorded(
+    owner: int, num_pairs: int, device: torch.device
+) -> AbstractContextManager[None]:
     """Record the computation inside as a hop with a block of ``owner``, if records are on."""
     if COUNTERS.hops is None:
-        yield
-        return
+        return nullcontext()
+    return _recording(COUNTERS.hops, owner, num_pairs, device)
+
+
+@contextmanager
+def _recording(
+    hops: list[HopRecord], owner: int, num_pairs: int, device: torch.device
+) -> Iterator[None]:
     record = HopRecord(owner, num_pairs, now(device))
-    COUNTERS.hops.append(record)
+    hops.append(record)
     yield
     record.ended = now(device)
 

@@ -31,27 +31,81 @@ HOOKED = (
 _REMEDY: Final = (
     "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
 )
+_STORAGE: Final = "ring_storage"  # attribute of a parameter: the storage that it had
 _OF_TRAINING: Final = "z_loss", "label_smoothing", "layers_per_checkpoint", "offload"
 _REPLACED: Final = "was replaced after parallelize, and would not be used"
-Structure = dict[nn.Module, dict[str, None]]
-"""Parameter names of each module; dicts ignore order, which PEFT's LoRA of a parameter changes in a pass."""
+Parameters = dict[str, nn.Parameter | None]
 
 
-def structure_of(model: nn.Module) -> Structure:
-    return {
-        module: dict.fromkeys(module._parameters)
-        for module in modules_in(model)
-        if module._parameters
-    }
+class Structure:
+    """The modules of a model that have parameters, with the names of these.
+
+    A pass has to know whether both still are the same. Dicts that are equal say so without a walk through the modules;
+    dicts ignore order, which PEFT's LoRA of a parameter changes in a pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = modules_in(model)
+        self._children = [
+            (module._modules, dict(module._modules))
+            for module in modules
+            if module._modules
+        ]
+        self._without = [
+            module._parameters for module in modules if not module._parameters
+        ]
+        self.names = {
+            module: dict.fromkeys(module._parameters)
+            for module in modules
+            if module._parameters
+        }
+        self.own: list[Parameters] = [module._parameters for module in self.names]
+
+    def first_change(self, model: nn.Module) -> str | None:
+        """Return the path of the first module that is new or has other parameters; None if all is as it was.
+
+        Modules without parameters may be put in and taken out.
+        """
+        if self._is_same():
+            return None
+        found = Structure(model)
+        if found.names != self.names:
+            paths = _paths(model)
+            changed = (
+                module
+                for module, names in found.names.items()
+                if self.names.get(module) != names
+            )
+            first = next(changed, None)
+            return "a module is gone" if first is None else paths[first]
+        self._children, self._without = found._children, found._without
+        return None
+
+    def _is_same(self) -> bool:
+        if any(self._without):
+            return False
+        if any(now != before for now, before in self._children):
+            return False
+        pairs = zip(self.own, self.names.values(), strict=True)
+        return all(now.keys() == names.keys() for now, names in pairs)
 
 
 def known_parameters(model: RingModel) -> list[nn.Parameter]:
-    found = (
-        module._parameters[name]
-        for module, names in model.ring_structure.items()
+    """Return the parameters of the model as it was when it was put on the ring, each once."""
+    # By id, since a tensor's hash is a call of Python.
+    found = {
+        id(parameter): parameter
+        for parameters, names in _places(model)
         for name in names
-    )
-    return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
+        if (parameter := parameters[name]) is not None
+    }
+    return [*found.values()]
+
+
+def _places(model: RingModel) -> Iterator[tuple[Parameters, Iterable[str]]]:
+    """Yield the dict of parameters of each module, and the names that were in it."""
+    known: Structure = model.ring_structure
+    return zip(known.own, known.names.values(), strict=True)
 
 
 def check_fixed(model: RingModel) -> None:
@@ -61,28 +115,37 @@ def check_fixed(model: RingModel) -> None:
             f"the loss function of {class_name(model)} was changed, which a ring does not call; compute a loss of your "
             "own from the logits of model(**batch) without labels"
         )
-    copies = {id(parameter) for parameter in gathered_parameters(model)}
-    found = structure_of(model)
-    if found != model.ring_structure:
+    known: Structure = model.ring_structure
+    if changed := known.first_change(model):
         raise UnsupportedError(
-            f"the parameters of {class_name(model)} changed after parallelize ({_first_change(model, found)}), which "
+            f"the parameters of {class_name(model)} changed after parallelize ({changed}), which "
             "ranks would not share; change the model before"
         )
-    for module in found:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (problem := _problem(parameter, copies)):
-                path, (what, remedy) = _paths(model)[module], problem
-                raise UnsupportedError(f"{path}.{name}{what}; {remedy}")
+    if any(map(_may_have_changed, known.own)):
+        _refuse_problem(model, known)
     if unseen := unseen_parameters(model):
         raise UnsupportedError(f"{unseen[0]} {_REPLACED}; {_REMEDY}")
 
 
-def _first_change(model: RingModel, found: Structure) -> str:
-    known, paths = model.ring_structure, _paths(model)
-    return next(
-        (paths[module] for module in found if known.get(module) != found[module]),
-        "a module is gone",
-    )
+def _may_have_changed(parameters: Parameters) -> bool:
+    """Return whether a parameter is anything but a shard with the data that it had, and no hook of its gradient."""
+    for parameter in parameters.values():
+        if parameter is not None and (
+            parameter._backward_hooks
+            or vars(parameter).get(_STORAGE) != parameter.untyped_storage()._cdata
+        ):
+            return True
+    return False
+
+
+def _refuse_problem(model: RingModel, known: Structure) -> None:
+    """Raise UnsupportedError for the first parameter that has changed, if one has: copies of shards are fine."""
+    copies = {id(parameter) for parameter in gathered_parameters(model)}
+    for module, parameters in zip(known.names, known.own, strict=True):
+        for name, parameter in parameters.items():
+            if parameter is not None and (problem := _problem(parameter, copies)):
+                path, (what, remedy) = _paths(model)[module], problem
+                raise UnsupportedError(f"{path}.{name}{what}; {remedy}")
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
@@ -114,9 +177,7 @@ class Weights:
     def __init__(self, model: RingModel) -> None:
         self._model = model
         self._places = [
-            (module._parameters, name)
-            for module, names in model.ring_structure.items()
-            for name in names
+            (parameters, name) for parameters, names in _places(model) for name in names
         ]
         self._shards = [parameters[name] for parameters, name in self._places]
         self._before = self._versions()
@@ -233,7 +294,7 @@ def _buffers(model: RingModel) -> Iterator[tuple[str, Tensor]]:
 def _is_of_other_data(parameter: Tensor) -> bool:
     """Return whether ``parameter.data`` was set, which a DTensor ignores; ``to_empty`` is fine."""
     storage = parameter.untyped_storage()._cdata
-    return vars(parameter).setdefault("ring_storage", storage) != storage
+    return vars(parameter).setdefault(_STORAGE, storage) != storage
 
 
 class Fixed:

@@ -1,8 +1,9 @@
 """Global positions for decoders that number tokens from 0, which every rank would do for its own."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,13 @@ _POSITIONS = "position_ids"
 
 
 def takes_positions(decoder: nn.Module) -> bool:
-    return _POSITIONS in inspect.signature(forward_of(decoder)).parameters
+    return _takes_positions(forward_of(decoder))
+
+
+# Every pass asks, and a signature takes as long as a small layer.
+@lru_cache(maxsize=256)
+def _takes_positions(function: Callable[..., Any]) -> bool:
+    return _POSITIONS in inspect.signature(function).parameters
 
 
 def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
@@ -23,8 +30,7 @@ def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
     found = [
         module
         for module in decoder.modules()
-        if isinstance(module, nn.Embedding)
-        and _POSITIONS in inspect.signature(forward_of(module)).parameters
+        if isinstance(module, nn.Embedding) and takes_positions(module)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -34,6 +40,15 @@ def number_tokens(decoder: PreTrainedModel) -> None:
     table: Any
     if not takes_positions(decoder) and (table := numbers_itself(decoder)) is not None:
         mix_in(table, _Told)
+    _mix_in_offsets(decoder)
+    # Passes look for these: a list saves each a walk through all modules.
+    vars(decoder)["ring_numbering"] = [
+        module for module in decoder.modules() if isinstance(module, _Told | _Behind)
+    ]
+
+
+def _mix_in_offsets(decoder: PreTrainedModel) -> None:
+    table: Any
     for module in decoder.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             table = getattr(module, "position_embeddings", None)
@@ -51,23 +66,22 @@ def counts_real_tokens(decoder: nn.Module) -> bool:
     return "cumsum" in code.co_names or skipped_token(decoder) is not None
 
 
+def _mixed_in(decoder: nn.Module, kind: type[Mixin]) -> Any:
+    """Return the first module that ``number_tokens`` has given this mixin; None without one."""
+    found = vars(decoder).get("ring_numbering")
+    parts = decoder.modules() if found is None else found
+    return next((module for module in parts if isinstance(module, kind)), None)
+
+
 def first_position(decoder: nn.Module) -> int:
-    return next(
-        (module.offset for module in decoder.modules() if isinstance(module, _Behind)),
-        0,
-    )
+    table = _mixed_in(decoder, _Behind)
+    return 0 if table is None else table.offset
 
 
 def skipped_token(decoder: nn.Module) -> int | None:
     """Return the pad token that a decoder skips when counting positions; None if it counts all."""
-    return next(
-        (
-            module.offset - 1
-            for module in decoder.modules()
-            if isinstance(module, _Behind)
-        ),
-        None,
-    )
+    table = _mixed_in(decoder, _Behind)
+    return None if table is None else table.offset - 1
 
 
 @contextmanager
@@ -76,9 +90,7 @@ def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if takes_positions(decoder):
         yield given
         return
-    table: Any = next(
-        (module for module in decoder.modules() if isinstance(module, _Told)), None
-    )
+    table = _mixed_in(decoder, _Told)
     positions = given[_POSITIONS]
     others = {name: value for name, value in given.items() if name != _POSITIONS}
     # With ALiBi only attention uses positions.

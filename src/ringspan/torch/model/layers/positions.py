@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 def num_learned_positions(decoder: nn.Module) -> int | None:
     """Return the size of a decoder's shortest learned table; None if positions are rotary or absent."""
+    if "ring_learned_positions" in vars(decoder):
+        return vars(decoder)["ring_learned_positions"]
     tables = [
         module.num_embeddings
         - getattr(module, "offset", 0)  # OPT leaves the first rows unused
@@ -28,6 +30,11 @@ def num_learned_positions(decoder: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and ("pos" in name or name == "wpe")
     ]
     return min(tables, default=None)
+
+
+def note_learned_positions(decoder: nn.Module) -> None:
+    """Let every pass of a decoder know how many positions it has learned, without a walk through its modules."""
+    vars(decoder)["ring_learned_positions"] = num_learned_positions(decoder)
 
 
 def beyond_table(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringspan.torch.model.layers.modules import mix_in, modules_in
+from ringspan.torch.model.layers.modules import mix_in
 
 # Positions per block: only one block's float32 tables exist at a time.
 _CHUNK_TOKENS: Final = 4096
@@ -17,15 +17,17 @@ _CHUNK_TOKENS: Final = 4096
 
 def chunk_rotary_tables(model: PreTrainedModel) -> None:
     """Let the modules from ``(x, position_ids)`` to cosines and sines (B, T, D) run in blocks of tokens, in place."""
-    for module in model.modules():
-        if is_rotary(module):
-            mix_in(module, _ChunkedTables, rotary_length=None)
+    found = [module for module in model.modules() if is_rotary(module)]
+    for module in found:
+        mix_in(module, _ChunkedTables, rotary_length=None)
+    # Every pass tells them the length: a list saves it a walk through all modules.
+    vars(model)["ring_rotary"] = found
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
-    for module in modules_in(model):
-        if isinstance(module, _ChunkedTables):
-            module.rotary_length = length_tokens
+    """Tell the tables of a decoder on a ring the length of the whole sequence."""
+    for module in vars(model)["ring_rotary"]:
+        module.rotary_length = length_tokens
 
 
 def is_rotary(module: nn.Module) -> bool:

@@ -69,13 +69,17 @@ class Switches:
         return as_then
 
     def _values(self) -> list[Any]:
-        values = [
-            attributes.get(name, _ABSENT) for attributes, name in self._attributes
-        ]
+        # Lookups without a call: each layer reads dozens, in forward and in backward.
+        try:
+            values = [attributes[name] for attributes, name in self._attributes]
+        except KeyError:  # one was deleted
+            values = [
+                attributes.get(name, _ABSENT) for attributes, name in self._attributes
+            ]
         return [value if type(value) in _FIXED else _copied(value) for value in values]
 
     def _trained(self) -> list[bool]:
-        held = (each.get(name) for each, name in self._parameters)
+        held = [each[name] for each, name in self._parameters]
         return [each is not None and each.requires_grad for each in held]
 
     def _set(self, values: list[Any]) -> None:

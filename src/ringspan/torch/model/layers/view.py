@@ -61,7 +61,7 @@ class RingModel(_Model):
     # Configs and their fields at ``parallelize`` (``ConfigCopy``).
     ring_configs: tuple[Any, ...]
     ring_number: str  # an identity among the models of the mesh
-    ring_structure: dict[nn.Module, dict[str, None]]  # parameter names of each module
+    ring_structure: Any  # its modules and the names of their parameters (``Structure``)
     # Path, module and name of each buffer of the layers.
     ring_buffers: list[tuple[str, nn.Module, str]]
     ring_loss_function: Callable[..., Any]  # the model's own at ``parallelize``

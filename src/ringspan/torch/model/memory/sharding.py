@@ -323,11 +323,10 @@ def unseen_parameters(model: nn.Module) -> list[str]:
             )
             if held is parameter.sharded_param:
                 shard, gathered = held._local_tensor, parameter._sharded_param_data
-                if (
-                    shard.numel()
-                    and shard.untyped_storage()._cdata
-                    != gathered.untyped_storage()._cdata
-                ):
+                is_same = (
+                    shard.untyped_storage()._cdata == gathered.untyped_storage()._cdata
+                )
+                if not is_same and shard.numel():
                     names.append(
                         parameter._param_fqn or parameter._module_info.param_name
                     )
