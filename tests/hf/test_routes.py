@@ -93,6 +93,7 @@ def test_other_routes_of_a_server_are_trained_on(world, server):
     close(found[2], found[1])
 
 
+@pytest.mark.long
 def test_later_iterations_train_on_old_routes(world):
     """Weights move between iterations, routes do not."""
     options = {"num_iterations": 3, "learning_rate": 0.3}
