@@ -53,7 +53,7 @@ ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	$(call shown,"step 1 of 3: what one process computes (one to two minutes on two cores)",OMP_NUM_THREADS=1 $(BIN)/pytest --tier a $(PLAIN) $(WORKERS))
-	$(call shown,"step 2 of 3: what needs ranks or models (about ten minutes)",OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS))
+	$(call shown,"step 2 of 3: what needs ranks or models (about twelve minutes on two slow cores)",OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS))
 	$(call shown,"step 3 of 3: what must run alone (a minute)",$(BIN)/pytest -m "alone and not long" $$(grep -rl "mark\.alone" tests --include="test_*.py"))
 endif
 

@@ -1,7 +1,7 @@
 """Cases of parametrized tests: tables in place of products, and those that ``make test`` leaves out."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Final
@@ -21,14 +21,23 @@ def long(*cases: Any) -> list[Any]:
     ]
 
 
-def refusals(command: str) -> Any:
-    """Arguments that a command refuses, and what it says of each: its lines of refusals.txt."""
+def refusals(command: str, slow: Collection[str] = ()) -> Any:
+    """Arguments that a command refuses, and what it says of each: its lines of refusals.txt.
+
+    ``make long`` has those that are slow to refuse.
+    """
     rows = [
         line.split(" -> ")
         for line in _REFUSALS.splitlines()
         if line.split()[:1] == [command]
     ]
-    cases = [(shlex.split(typed)[1:], said) for typed, said in rows]
+    cases = [
+        pytest.param(
+            *(shlex.split(typed)[1:], said),
+            marks=pytest.mark.long if typed in slow else (),
+        )
+        for typed, said in rows
+    ]
     return pytest.mark.parametrize(
         ("arguments", "message"), cases, ids=[typed for typed, _ in rows]
     )

@@ -22,6 +22,7 @@ from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
 from ringspan.train.config.load import load_config
+from tests.cases import long
 from tests.cli.test_bad_input import ended, printed, refusal
 from tests.surface import MODEL
 
@@ -129,7 +130,9 @@ def test_output_that_cannot_be_written_ends_in_one_line():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan", "--json"], ["plan"], ["plan", "--help"]], ids=" ".join
+    "arguments",
+    [*long(["plan", "--json"]), ["plan"], *long(["plan", "--help"])],
+    ids=" ".join,
 )
 def test_who_reads_no_more_is_told_nothing(arguments):
     inbox, outbox = os.pipe()
@@ -205,6 +208,7 @@ def test_progress_is_a_status_on_a_terminal_and_lines_elsewhere(
     assert (said == "a [b]\n") == (not is_terminal)
 
 
+@pytest.mark.long
 def test_a_rehearsal_says_in_a_pipe_what_it_does(monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     options = [

@@ -70,18 +70,22 @@ TRACE = (
     ("without", "arguments", "line"),
     [
         ("matplotlib", ["profile"], f"ringspan profile {REPORT}"),
-        ("matplotlib", TRACE, f"--picture plan.svg {REPORT}"),
-        (
-            "matplotlib",
-            ["train", "config.toml", "profile=true", "steps=3"],
-            f"profile = true {REPORT}",
+        *long(
+            ("matplotlib", TRACE, f"--picture plan.svg {REPORT}"),
+            (
+                "matplotlib",
+                ["train", "config.toml", "profile=true", "steps=3"],
+                f"profile = true {REPORT}",
+            ),
         ),
         ("datasets", ["train", "config.toml"], f"training {TRAIN}"),
-        ("datasets", ["demo"], f"ringspan demo {TRAIN}"),
-        (
-            "lm_eval",
-            ["eval", "harness", "model", "--tasks", "arc_easy"],
-            f"ringspan eval harness {EVAL}",
+        *long(
+            ("datasets", ["demo"], f"ringspan demo {TRAIN}"),
+            (
+                "lm_eval",
+                ["eval", "harness", "model", "--tasks", "arc_easy"],
+                f"ringspan eval harness {EVAL}",
+            ),
         ),
     ],
 )
@@ -99,8 +103,7 @@ def test_a_command_names_a_missing_extra_before_anything_starts(
     [
         ["--help"],
         OBJECTS["plan"],
-        ["init", "new.toml"],
-        *long(OBJECTS["bench attention"]),
+        *long(["init", "new.toml"], OBJECTS["bench attention"]),
     ],
 )
 def test_the_other_commands_work(ringspan, arguments):

@@ -9,11 +9,11 @@ from tests.cases import long
 from tests.combinations.judging import judge
 from tests.combinations.tables import drawn, line_of
 
-# Of each part, so that `make test` spends about a minute; `make long` has more, and `make fuzz` runs thousands.
+# Of each part, which takes a quarter of a minute: `make test` has one, `make long` all, and `make fuzz` runs thousands.
 DRAWS = 4
 
 
-@pytest.mark.parametrize("part", [0, 1, *long(2, 3, 4, 5)])
+@pytest.mark.parametrize("part", [0, *long(1, 2, 3, 4, 5)])
 def test_options_at_random_train_as_on_one_process(pool, part):
     generator, kinds = random.Random(part), Counter[str]()
     for _ in range(DRAWS):

@@ -13,7 +13,7 @@ from benchmarks.conformance import own
 from benchmarks.conformance.__main__ import app, judged
 from benchmarks.conformance.cases import CASES, Setting
 from benchmarks.conformance.ranks import outcome
-from tests.cases import refusals
+from tests.cases import few, refusals
 from tests.conformance import wrong
 from tests.pool import Pool
 
@@ -43,7 +43,7 @@ def row(
     )
 
 
-@pytest.mark.parametrize("attention", RIGHT)
+@pytest.mark.parametrize("attention", few(RIGHT, 2))
 def test_what_is_right_passes(pool: Pool, attention: str):
     rows = [
         row(pool, ranks, name, attention) for ranks in (1, 2, 3) for name in NUMBERS

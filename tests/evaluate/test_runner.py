@@ -126,7 +126,7 @@ def test_common_words_are_those_of_one_process(
         check(settings, result, wanted)
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v32", *long("minimax_m3_vl_text")])
+@pytest.mark.parametrize("kind", ["llama", *long("deepseek_v32", "minimax_m3_vl_text")])
 def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
     if kind != "llama":
         folder = save(

@@ -55,7 +55,7 @@ def test_every_model_that_runs_is_exact_and_none_fails():
 
 @pytest.mark.parametrize(
     "row",
-    few([row for row in FACTS["rows"] if PLAN in row], 3),
+    few([row for row in FACTS["rows"] if PLAN in row], 9),
     ids=lambda row: row["kind"],
 )
 def test_the_planner_reads_a_type_or_says_why_not(row):

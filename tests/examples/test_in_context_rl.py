@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.cases import long
 from tests.examples.imported import imported
 
 SIZES = Namespace(
@@ -95,7 +96,7 @@ def training(mesh: DeviceMesh, are_indices: bool) -> list[float]:
     return compare.trained(NUMBERS, agent.Kind(5), 0, data, random, SIZES, mesh)[1]
 
 
-@pytest.mark.parametrize("are_indices", [True, False])
+@pytest.mark.parametrize("are_indices", [True, *long(False)])
 def test_training_on_two_ranks_is_that_of_one(pool, are_indices):
     alone = pool.run(training, 1, are_indices)[0]
     for losses in pool.run(training, 2, are_indices):

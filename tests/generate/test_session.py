@@ -69,7 +69,7 @@ def what_a_cache_asks(mesh: Any, settings: GenerateSettings) -> tuple[str, list[
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("deepseek_v4", "index chooses pools"), ("bamba", "states of Bamba")],
+    [*long(("deepseek_v4", "index chooses pools")), ("bamba", "states of Bamba")],
 )
 def test_a_cache_that_cannot_be_saved_is_refused_first(pool, tmp_path, kind, why):
     save_tokenizer(tmp_path)

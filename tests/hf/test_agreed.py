@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ringspan.torch.runtime.mesh import timeout_seconds
+from tests.cases import long
 from tests.hf.trainers import Examples, plain
 
 # One for each exchange that the others come to next; of replicas, before they gather from each other.
@@ -108,7 +109,7 @@ def raised(mesh: Any, folder: str, places: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("replicas", "places"), [(1, PLACES), (2, OF_REPLICAS)])
+@pytest.mark.parametrize(("replicas", "places"), [(1, PLACES), *long((2, OF_REPLICAS))])
 def test_what_one_rank_raises_all_raise(world, tmp_path, replicas, places):
     ranks = 2 * replicas
     *others, own = world(ranks).run(
@@ -143,6 +144,7 @@ ASKED = [
 ASKED += [("log", "save"), ("epoch_end", "evaluate")]
 
 
+@pytest.mark.long
 def test_what_a_callback_of_one_rank_asks_for_all_do(world, tmp_path):
     expected = asked(None, str(tmp_path))
     assert (

@@ -49,11 +49,11 @@ def everything(trainer: Any) -> tuple[Any, list[Any], int]:
 
 
 def cases() -> Iterator[Any]:
-    """One case for each line of the table; the first of two trainers is one of ``make test``."""
+    """One case for each line of the table; the first of ``SFTTrainer`` is one of ``make test``."""
     for make, runs in TRIED.items():
         for options in runs:
             name = f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}"
-            is_tried = options is runs[0] and make.__name__ in ("plain", "sft")
+            is_tried = options is runs[0] and make.__name__ == "sft"
             yield pytest.param(
                 make, options, marks=() if is_tried else pytest.mark.long, id=name
             )

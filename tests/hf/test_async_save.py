@@ -162,6 +162,7 @@ def adapter(mesh: Any, folder: str) -> Any:
     return own, history(again)
 
 
+@pytest.mark.long
 def test_an_adapter_is_saved_beside_the_steps_of_sft(world, tmp_path):
     for through, resumed in world(2).run(adapter, 2, str(tmp_path)):
         assert resumed["loss"] == through["loss"]
@@ -182,6 +183,7 @@ def pushed(mesh: Any, folder: str) -> Any:
     return [(place, text) for _, place, text in hub.sent], history(trainer)["weights"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_pushed_when_it_is_complete(world, tmp_path):
     (sent, weights), (others, _) = world(2).run(pushed, 2, str(tmp_path))
     places = [(place, "step" in text) for place, text in sent]

@@ -82,6 +82,7 @@ def tokens_of_batches(mesh: Any, ring: dict[str, Any]) -> list[int]:
         ]
 
 
+@pytest.mark.long
 def test_replicas_compute_alike(world):
     def dealt(ring: dict[str, Any]) -> Any:
         ranks = world(4).run(tokens_of_batches, 4, ring, replicate=2)

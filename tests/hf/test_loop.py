@@ -120,6 +120,7 @@ def test_a_model_that_is_on_the_ring_is_left_alone(world):
         assert found == pytest.approx((float(loss), float(norm)), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_state_is_loaded_on_another_mesh(world, tmp_path):
     whole = world(4).run(loop, 4, {"ring": 2, "replicate": 2}, str(tmp_path / "state"))
     for losses, *_ in world(2).run(

@@ -29,6 +29,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.refusals import explained, refuse_arguments
+from tests.cases import long
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.test_classes import classify
 from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
@@ -288,8 +289,7 @@ def with_loss_options(mesh: Any, kind: str, ring: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "ring"),
     [
-        ("sft", {"label_smoothing": 0.3}),
-        ("grpo", {"z_loss": 0.5}),
+        *long(("sft", {"label_smoothing": 0.3}), ("grpo", {"z_loss": 0.5})),
         ("classifier", {"label_smoothing": 0.3}),
         ("function", {"z_loss": 0.5}),
     ],
@@ -308,6 +308,7 @@ def test_additions_to_a_loss_that_is_not_the_rings_raise(world, kind, ring):
         ) and "leave it out" in str(error)
 
 
+@pytest.mark.long
 def test_additions_to_the_rings_loss_are_taken(world):
     [without] = world(2).run(with_loss_options, 2, "ring", {})[0]
     for losses in world(2).run(with_loss_options, 2, "ring", {"z_loss": 0.5}):

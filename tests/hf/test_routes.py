@@ -127,6 +127,7 @@ def test_routes_of_engines_with_equal_weights_change_nothing(
         assert share == 0
 
 
+@pytest.mark.long
 def test_other_routes_of_engines_are_trained_on(world, engine):
     found = {}
     for ranks in (1, 2):
@@ -144,6 +145,7 @@ def test_an_engine_without_routes_is_named(world, engine):
         assert "returns no routes of its experts; update it, or set" in str(error)
 
 
+@pytest.mark.long
 def test_later_iterations_train_on_old_routes(world):
     """Weights move between iterations, routes do not."""
     options = {"num_iterations": 3, "learning_rate": 0.3}

@@ -41,12 +41,12 @@ def on_one_process(
             FREE
             | {"column": "completion_mask", "completion_only_loss": True, "lora": True},
         ),
-        # sinks, windows and experts; on one process its packed documents see each other
-        (
-            "gpt_oss",
-            {},
-        ),
         *long(
+            # sinks, windows and experts; on one process its packed documents see each other
+            (
+                "gpt_oss",
+                {},
+            ),
             ("llama", PACKED | {"packing_strategy": "wrapped"}),
             ("llama", PACKED | {"column": "assistant_masks"}),
             ("mixtral+router", PACKED | {"router_aux_loss_coef": 0.5}),
@@ -71,6 +71,7 @@ def test_experts_on_two_rings_share_their_auxiliary_loss(world):
     check(world, 4, sft, "mixtral+router", options, expected, replicate=2)
 
 
+@pytest.mark.long
 def test_split_heads_and_vocabulary_equal_one_process(world):
     options = {"max_steps": 2}
     expected = on_one_process("llama", 1, *options.items())
@@ -200,7 +201,8 @@ def packed(
     return trainer
 
 
-@pytest.mark.parametrize("kind", ["lfm2", *long("mamba2")])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["lfm2", "mamba2"])
 def test_a_state_ends_with_a_packed_document(world, kind):
     expected, leaking = (
         train(None, packed, kind, None, {"is_leaking": each}) for each in (False, True)

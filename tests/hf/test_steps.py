@@ -17,18 +17,22 @@ SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
 @pytest.mark.parametrize(
     ("make", "model", "options", "ring"),
     [
-        (dpo, "llama", {"lora": True}, {}),
+        *long((dpo, "llama", {"lora": True}, {})),
         (dpo, "llama", {}, SHARED),
-        (kto, "qwen3-window", {}, {}),
-        (orpo, "llama", {}, {}),
-        (reward, "llama", {"center_rewards_coefficient": 0.1}, {}),
+        *long((kto, "qwen3-window", {}, {})),
+        *long(
+            (orpo, "llama", {}, {}),
+            (reward, "llama", {"center_rewards_coefficient": 0.1}, {}),
+        ),
         (reward, "llama", {}, SHARED),
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, {}),
-        (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, SHARED),
-        (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}, {}),
-        (rloo, "llama", {"beta": 0.0}, {}),
-        (sft, "hy_v4", {}, {}),
         *long(
+            (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, SHARED)
+        ),
+        (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}, {}),
+        *long(
+            (rloo, "llama", {"beta": 0.0}, {}),
+            (sft, "hy_v4", {}, {}),
             (grpo, "deepseek_v32", {"beta": 0.0, "sampled": True}, {}),
             (sft, "deepseek_v32", {}, {}),
             (sft, "glm_moe_dsa", {}, {}),
@@ -73,6 +77,7 @@ def test_a_reference_model_is_split_as_the_model_is(world):
         assert 0.4 < trained < 0.6 and reference == trained
 
 
+@pytest.mark.long
 def test_a_reference_of_the_models_folder_follows_the_model(world, tmp_path):
     made("llama").save_pretrained(tmp_path)
     options = {"place": str(tmp_path), "reference": None}

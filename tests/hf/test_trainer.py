@@ -46,6 +46,7 @@ def test_ten_steps_equal_one_process(world, ranks, replicas):
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
 
 
+@pytest.mark.long
 def test_steps_in_folds_are_those_of_one_pass(world):
     check(
         world,
@@ -76,6 +77,7 @@ def penalised(*given: Any) -> Any:
     return trainer
 
 
+@pytest.mark.long
 def test_a_penalty_on_weights_counts_as_on_one_process(world):
     sizes = dict.fromkeys(
         ("per_device_train_batch_size", "per_device_eval_batch_size"), 4
@@ -97,8 +99,8 @@ def test_a_penalty_on_weights_counts_as_on_one_process(world):
             {"optim": "rmsprop", "learning_rate": 1e-3},
             {"optim": "adagrad", "learning_rate": 1e-3},
             {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
+            {"include_num_input_tokens_seen": "all", "max_grad_norm": 0.0},
         ),
-        {"include_num_input_tokens_seen": "all", "max_grad_norm": 0.0},
     ],
     ids=lambda options: next(iter(options)) + "=" + str(next(iter(options.values()))),
 )
@@ -124,6 +126,7 @@ class Stream(IterableDataset[Any]):
         return (examples[index] for index in range(40))
 
 
+@pytest.mark.long
 def test_a_stream_is_dealt_to_replicas(world):
     options = {"max_steps": 3, "train_dataset": Stream()}
     expected = train(
@@ -214,6 +217,7 @@ def evaluate_holes(mesh: Any, ring: dict[str, Any] | None, size: int) -> list[fl
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "replicas"), RINGS)
 def test_a_batch_without_targets_has_no_part_in_an_evaluation(world, ranks, replicas):
     expected = evaluate_holes(None, None, 2)
@@ -367,6 +371,7 @@ def noted(mesh: Any, folder: str) -> tuple[set[str], list[float], list[float]]:
     return called, *losses
 
 
+@pytest.mark.long
 def test_a_trainers_own_saving_and_loading_runs_before_the_rings(world, tmp_path):
     for rank, (called, through, resumed) in enumerate(
         world(2).run(noted, 2, str(tmp_path))
@@ -379,6 +384,7 @@ def test_a_trainers_own_saving_and_loading_runs_before_the_rings(world, tmp_path
         assert resumed == pytest.approx(through, rel=1e-6)
 
 
+@pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end(world, tmp_path):
     options = {
         "load_best_model_at_end": True,
@@ -405,6 +411,7 @@ def counted(mesh: Any) -> Any:
         )
 
 
+@pytest.mark.long
 def test_counts_are_per_replica(world):
     flos = 6 * 23 * 2 * 2 * made("llama").num_parameters(exclude_embeddings=True)
     assert world(2).run(counted, 2) == [(flos, 4)] * 2

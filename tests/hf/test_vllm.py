@@ -193,7 +193,8 @@ def said(world: Any, server: Any, folder: Path, **given: Any) -> tuple[Any, str]
 
 
 @pytest.mark.parametrize(
-    ("path", "doing"), [("/v1/completions", "asking"), ("/collective_rpc", "updating")]
+    ("path", "doing"),
+    [("/v1/completions", "asking"), *long(("/collective_rpc", "updating"))],
 )
 def test_a_server_that_dies_is_named_on_every_rank(
     world, server, tmp_path, path, doing

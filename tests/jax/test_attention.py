@@ -97,7 +97,7 @@ def check_as_good_as_xla(kernel, dtype, tokens, size, **options):
     layout=st.sampled_from(LAYOUT_NAMES),
     ranks=st.sampled_from([1, 4]),
 )
-@examples(8, suppress_health_check=[HealthCheck.too_slow])
+@examples(5, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     # Chunks of 4 queries and 3 keys on every layout, the last ones overlapping.
     problem, results = check_any_mask(14, short, mask, layout, ranks, (4, 3))
@@ -150,7 +150,8 @@ def test_sinks_and_softcap():
         assert np.linalg.norm(ours - theirs) < FLOAT32_LIMIT * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("mask", [rs.causal(), *long(rs.full())], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("mask", [rs.causal(), rs.full()], ids=str)
 def test_a_negative_scale_is_as_good_as_negative_queries(mask):
     """Scores of up to hundreds, so that any but the highest of a row as its maximum would overflow."""
     problem = Problem(48, mask, heads=2, groups=1, size=16)
@@ -190,6 +191,7 @@ def test_bfloat16_is_as_good_as_on_one_device():
         assert error < 1.4 * limit
 
 
+@pytest.mark.long
 def test_float64_stays_float64():
     problem = Problem(60, rs.causal(), dtype=torch.float64)
     with jax.enable_x64(True):
@@ -234,6 +236,7 @@ def test_a_row_without_keys_and_with_an_empty_sink_gives_zeros():
     )
 
 
+@pytest.mark.long
 def test_forward_over_reverse_works_and_other_orders_raise():
     """A product with the Hessian, against that of dense attention."""
     problem = Problem(8, rs.causal(), heads=2, groups=2, size=4)
@@ -263,6 +266,7 @@ def test_forward_over_reverse_works_and_other_orders_raise():
         )
 
 
+@pytest.mark.long
 def test_vmap_remat_and_scan_over_layers():
     """Three layers of attention by scan, each recomputed, of a batch by vmap: gradients as without any of it."""
     problem = Problem(32, rs.causal(), batch=2, heads=2, groups=1, size=8)
@@ -303,6 +307,7 @@ def test_vmap_remat_and_scan_over_layers():
         assert np.linalg.norm(a - b) < 1e-6 * np.linalg.norm(b)
 
 
+@pytest.mark.long
 def test_split_batch_and_heads_sum_shared_gradients():
     """A mesh of data, tensor and sequence axes; the sinks are one array for all of them but the tensor axis."""
     problem = Problem(44, rs.causal(), batch=2, heads=4, groups=2, size=8)

@@ -17,6 +17,7 @@ from ringspan.jax import (
     shard_batch,
     unshard,
 )
+from tests.cases import long
 
 
 def near(a, b, limit=2e-6):
@@ -25,7 +26,7 @@ def near(a, b, limit=2e-6):
     )
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(37, 5), (37, 100), (12, 4)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(37, 5), *long((37, 100), (12, 4))])
 def test_cross_entropy_and_gradients_equal_the_plain_ones(tokens, chunk):
     generator = np.random.default_rng(0)
     hidden, weight = (
@@ -199,7 +200,7 @@ def test_logits_and_wide_activations_never_exist_whole():
     )
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize("chunk", [*long(1), 5, *long(100)])
 def test_feedforward_and_gradients_equal_the_plain_ones(chunk):
     generator = np.random.default_rng(0)
     x, w = (

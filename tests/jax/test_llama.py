@@ -139,6 +139,7 @@ def test_a_frequent_token_has_its_whole_gradient_in_bfloat16():
     assert gradient.dtype == jnp.bfloat16 and (gradient == expected[:, None]).all()
 
 
+@pytest.mark.long
 def test_folders_and_checkpoints_load_on_other_meshes(folders, tmp_path):
     folder = folders["llama-tied"]
     model = load_llama(folder, init_mesh(fsdp=2, sp=2))

@@ -167,6 +167,7 @@ def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
     assert program.memory_analysis().temp_size_in_bytes / 4 < 9 * local
 
 
+@pytest.mark.long
 def test_one_group_of_heads_after_the_other_holds_less(monkeypatch):
     ranks, heads = 4, 8
     at_once = compiled(ranks, rs.causal(), backward=True, heads=heads, groups=heads)

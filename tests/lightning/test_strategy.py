@@ -209,17 +209,20 @@ def proven_fit(mesh: Any) -> tuple[Any, list[str]]:
         return ring_fit(mesh, {"ring": 4, "prove": True}, 4), proven
 
 
+@pytest.mark.long
 def test_a_fit_is_proven_once_before_its_first_step(pool, expected):
     for found, proven in pool.run(proven_fit, 4):
         assert proven == ["LlamaForCausalLM True {}"]
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_loader_of_the_ring_is_taken_as_it_is(pool, expected):
     for found in pool.run(partial(ring_fit, kind=WithLoader), 4, {"replicate": 2}, 2):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_shuffling_loader_gives_every_mesh_the_same_batches(pool, expected):
     two = pool.run(partial(ring_fit, shuffle=True), 4, {"replicate": 2}, 2)[0]["losses"]
     one = pool.run(partial(ring_fit, shuffle=True), 4, {"ring": 4}, 4)[0]["losses"]
@@ -259,7 +262,8 @@ def saving_fit(mesh: Any, folder: str, *, is_folder: bool, async_save: bool) -> 
     return found, seen, Path(keep.best_model_path).name
 
 
-@pytest.mark.parametrize("is_folder", [True, *long(False)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_folder", [True, False])
 def test_checkpoints_beside_steps_are_those_of_a_fit_that_waits(
     pool, expected, tmp_path, is_folder
 ):
@@ -349,9 +353,10 @@ def test_what_one_rank_raises_or_asks_for_all_do(pool):
     assert pool.run(fit_with_an_odd_rank, 4, False) == [("", 3)] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hook",
-    ["on_after_backward", *long("on_before_backward", "on_before_optimizer_step")],
+    ["on_after_backward", "on_before_backward", "on_before_optimizer_step"],
 )
 def test_what_a_callback_of_one_rank_raises_all_raise_and_save(pool, tmp_path, hook):
     told = "PeerMismatch: rank 3 failed: OSError: out of paper"

@@ -27,6 +27,7 @@ from ringspan.torch.model.view import view_of
 from ringspan.torch.model.weights.loading import auto_class
 from ringspan.torch.parts import check_options
 from ringspan.train.config.load import load_config
+from tests.cases import long
 from tests.every_model.hybrids import hybrid_config
 from tests.torch.models import config
 
@@ -158,7 +159,13 @@ def test_the_call_has_only_parameters_that_there_are(setting):
 
 @pytest.mark.parametrize(
     ("devices", "length", "batch"),
-    [(8, 131_072, 1), (8, 1 << 22, 1), (16, 8192, 64), (1, 4096, 2), (8, 1 << 24, 1)],
+    [
+        (8, 131_072, 1),
+        (8, 1 << 22, 1),
+        (16, 8192, 64),
+        (1, 4096, 2),
+        *long((8, 1 << 24, 1)),
+    ],
 )
 def test_what_is_planned_can_be_run(tmp_path, devices, length, batch):
     plan = make_plan(
@@ -237,7 +244,9 @@ def settings_of(question):
         )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "glm_moe_dsa", "qwen3_next"])
+@pytest.mark.parametrize(
+    "kind", [*long("llama"), "gemma3", "glm_moe_dsa", *long("qwen3_next")]
+)
 def test_parallelize_takes_every_call_of_the_grid(kind):
     made = hybrid_config(kind) if kind == "qwen3_next" else config(kind)
     with torch.device("meta"):

@@ -10,6 +10,7 @@ import ringspan as rs
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.proof import before
+from tests.cases import long
 from tests.proof.test_run import Plant, planted, scaled_gradient
 from tests.torch.models import build
 
@@ -39,7 +40,7 @@ def put(mesh: Any, plant: Plant | None, on_ring: bool) -> tuple[list[str], bool]
     return said, drawn == float(torch.rand(()))
 
 
-@pytest.mark.parametrize("on_ring", [False, True])
+@pytest.mark.parametrize("on_ring", [*long(False), True])
 def test_a_trainer_proves_before_the_first_step(pool, on_ring):
     first, other = pool.run(put, 2, None, on_ring)
     ((line,), is_same) = first

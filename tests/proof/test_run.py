@@ -57,8 +57,7 @@ def proven(
                 "tree": True,
             },
         ),
-        ("gemma3_text", 3, {"layout": "striped"}),
-        ("qwen3_next", 2, {}),
+        *long(("gemma3_text", 3, {"layout": "striped"}), ("qwen3_next", 2, {})),
         ("llama4_text", 2, {}),  # scales queries by positions, which count padding
         *long(
             ("gpt_oss", 2, {"folds": 2}),
@@ -120,11 +119,13 @@ def router_by_the_mean(model: Any) -> None:
 
 PLANTED: Final = [
     ("llama", norm_over_the_sequence, "the output of model.layers.1.post_attention_layernorm"),
-    ("llama", restarting_positions, "the output of model.layers.0.self_attn"),
     ("llama", scaled_gradient, "the gradient of model.layers.0."),
-    ("llama", other_weights, "the output of model.layers.1.self_attn"),
     ("gemma3_text", ignored_window, "the output of model.layers.0.self_attn"),
-    ("mixtral", router_by_the_mean, "the output of model.layers.1.mlp"),
+    *long(
+        ("llama", restarting_positions, "the output of model.layers.0.self_attn"),
+        ("llama", other_weights, "the output of model.layers.1.self_attn"),
+        ("mixtral", router_by_the_mean, "the output of model.layers.1.mlp"),
+    ),
 ]  # fmt: skip
 
 
@@ -158,8 +159,10 @@ def lost_tiles(model: Any) -> None:
     [
         (torch.bfloat16, None, ""),
         (torch.bfloat16, lost_tiles, "the output of model.layers.0.self_attn"),
-        (torch.float32, lost_tiles, ""),
-        *long((torch.float32, scaled_gradient, "the gradient of model.layers.0.")),
+        *long(
+            (torch.float32, lost_tiles, ""),
+            (torch.float32, scaled_gradient, "the gradient of model.layers.0."),
+        ),
     ],
 )
 def test_a_kernel_that_is_wrong_in_one_dtype_is_found_there(pool, dtype, plant, place):

@@ -18,7 +18,7 @@ def proven(mesh: Any, kind: str, plant: Any = None) -> Proof:
         return prove(CONFIG_MAPPING[kind](), mesh)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", *long("llava", "qwen2_vl")])
+@pytest.mark.parametrize("kind", ["gemma3", *long("qwen3_vl", "llava", "qwen2_vl")])
 def test_models_that_see_are_exact_with_images(pool, kind):
     for proof in pool.run(proven, 2, kind):
         assert proof.is_exact, proof.as_json()

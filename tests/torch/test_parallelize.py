@@ -155,7 +155,7 @@ CASES = [
     ),
     ("llama", 4, 2, "zigzag", 37, 1, 2, {}),
     ("llama", 4, 1, "zigzag", 3, 1, 1, {}),  # two ranks hold nothing but padding
-    ("llama-tied", 3, 1, "zigzag", 31, 1, 1, {}),
+    *long(("llama-tied", 3, 1, "zigzag", 31, 1, 1, {})),
     ("gemma2", 3, 1, "striped", 33, 1, 1, {}),
     ("deepseek_v3", 2, 1, "zigzag", 37, 1, 1, {}),
     (
@@ -169,27 +169,29 @@ CASES = [
         {"loss_chunk_tokens": 5, "loss_chunk_vocabulary": 31},
     ),
     ("gpt2", 2, 1, "zigzag", 37, 2, 1, {}),
-    ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
-    (
-        "gemma4_text",
-        2,
-        1,
-        "striped",
-        37,
-        1,
-        1,
-        {"checkpoint": "full", "documents": [[17, 20]]},
-    ),
-    # whose pad token is a zero vector
-    (
-        "gemma3n_text",
-        2,
-        1,
-        "zigzag",
-        37,
-        1,
-        1,
-        {"documents": [[10, 27]]},
+    *long(
+        ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
+        (
+            "gemma4_text",
+            2,
+            1,
+            "striped",
+            37,
+            1,
+            1,
+            {"checkpoint": "full", "documents": [[17, 20]]},
+        ),
+        # whose pad token is a zero vector
+        (
+            "gemma3n_text",
+            2,
+            1,
+            "zigzag",
+            37,
+            1,
+            1,
+            {"documents": [[10, 27]]},
+        ),
     ),
     (
         "llama",
@@ -201,7 +203,7 @@ CASES = [
         1,
         {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]},
     ),
-    ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
+    *long(("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"})),
     ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),
     ("llama", 4, 1, "striped", 37, 1, 1, {"route": "ulysses", "documents": [[16, 21]]}),
     ("mistral-window", 4, 2, "balanced", 40, 1, 1, {"documents": [[25, 15], [3, 37]]}),
@@ -536,8 +538,9 @@ def compiled_step(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
     return found[0], whole_gradients(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "options", [*long({"checkpoint": "none"}), {}], ids=["plain", "checkpointed"]
+    "options", [{"checkpoint": "none"}, {}], ids=["plain", "checkpointed"]
 )
 def test_a_compiled_model_computes_the_same(pool, options):
     check(pool.run(compiled_step, 2, options), step(build("llama", **ONE_LAYER)))

@@ -185,6 +185,7 @@ def opened_by_the_command(folder: Path) -> Any:
     return load_model(asked, load_config(asked))
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     """From a checkpoint that holds the adapter alone; with other weights it does not resume."""
     adapter, name = {"rank": 4, "merge": True}, "resumed"
@@ -232,10 +233,12 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
             {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
             "with rope_parameters.rope_theta =",
         ),
-        (
-            {"rank": 4},
-            {"rms_norm_eps": 1.0},
-            "with rms_norm_eps = 1e-06 in the model's config.json, where it is 1.0",
+        *long(
+            (
+                {"rank": 4},
+                {"rms_norm_eps": 1.0},
+                "with rms_norm_eps = 1e-06 in the model's config.json, where it is 1.0",
+            )
         ),
     ],
 )
@@ -285,9 +288,8 @@ def test_what_decides_no_number_is_not_compared():
     assert first_change(before, {**newer, "transformers": before["transformers"]})
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter", "changes"), [*long(KINDS[0]), KINDS[1], *long(*KINDS[2:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "adapter", "changes"), KINDS)
 def test_a_merged_model_is_what_peft_merges_of_one_process(
     pool, base, name, adapter, changes
 ):
@@ -340,7 +342,7 @@ def tied_base(base):
     "options",
     [*({"target_modules": each} for each in TIED), {"modules_to_save": ["lm_head"]}],
 )
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", *long("gemma3"), "gpt2"])
 def test_an_adapter_of_tied_layers_opens_as_it_was_trained(kind, options, tmp_path):
     plain = build(kind, tie_word_embeddings=True)
     plain.save_pretrained(tmp_path / "base")
@@ -390,7 +392,7 @@ def test_weights_stay_tied_where_the_adapter_leaves_them_equal(tied_base, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", ["lm_head", "embed_tokens", "q_proj"]]
+    "targets", ["all-linear", *long(["lm_head", "embed_tokens", "q_proj"])]
 )
 def test_a_run_merges_tied_layers_as_it_trained_them(pool, tied_base, targets):
     name = f"tied, {len(targets)}"

@@ -368,6 +368,7 @@ def tokens_of(_: Any, config: TrainConfig) -> int:
     return sum(part["input_ids"].numel() for part in prepare(config).batches.step(1)[1])
 
 
+@pytest.mark.long
 def test_steps_with_shared_beginnings_equal_rows(pool, talk):
     texts = ["what colour is this square", "this is a square and then", "this is"]
     rows = [

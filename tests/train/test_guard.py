@@ -18,6 +18,7 @@ from ringspan.train.guard import Diverged, Guard, Spikes
 from ringspan.train.job import prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.signals import StopRequest
+from tests.cases import long
 from tests.train.runs import curve, settings
 
 WHERE = "model.layers.1.mlp.up_proj.weight"
@@ -59,7 +60,7 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
     return told
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, *long(-math.inf)])
 def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):
     for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]
@@ -73,10 +74,12 @@ def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):
 @pytest.mark.parametrize(
     ("changes", "poisoned", "message"),
     [
-        (
-            {"non_finite": "stop"},
-            [2],
-            "step 2: .*on rank 2; the weights are those of step 1",
+        *long(
+            (
+                {"non_finite": "stop"},
+                [2],
+                "step 2: .*on rank 2; the weights are those of step 1",
+            )
         ),
         (
             {"max_skipped_steps": 1},

@@ -73,8 +73,11 @@ def test_ranks_measure_how_fast_they_are_at_the_same_time(pool):
 
 
 @pytest.fixture(scope="module")
-def alone(text):
-    """One process through the command itself: four examples a step, in four micro-steps."""
+def alone(text, pool):
+    """One process through the command itself: four examples a step, in four micro-steps.
+
+    With the pool, so that the worker that has it trains once for all tests.
+    """
     folder = text / "alone.toml"
     config = settings(text, "alone", optimizer={"accumulation_steps": 4})
     values = json.loads(config.model_dump_json(exclude_none=True))
@@ -203,9 +206,10 @@ def loss_of_documents(config: TrainConfig, step: int) -> float:
     return total / num_targets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
-    [*long({}), {"mesh": {"replicate": 2}, "attention": {"layout": "striped"}}],
+    [{}, {"mesh": {"replicate": 2}, "attention": {"layout": "striped"}}],
 )
 def test_separate_documents_do_not_see_each_other(pool, text, changes):
     name, short = f"separate {len(changes)}", text / "short"
@@ -228,7 +232,8 @@ def test_separate_documents_do_not_see_each_other(pool, text, changes):
     assert found[0] == pytest.approx(loss_of_documents(config, 1), rel=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", *long("glm_moe_dsa", "hy_v4")])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
 def test_models_that_choose_keys_train_as_one_process(pool, text, kind):
     """With 32 heads no scores of the index are equal, of which transformers takes any."""
     init = hybrid_config(kind, vocab_size=300, index_n_heads=32).to_dict()
@@ -343,6 +348,7 @@ def said_and_curve(mesh, config):
 SEPARATE = {"sequence_length_tokens": 45, "documents": "separate"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "data", "attention"),
     [

@@ -12,6 +12,7 @@ from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.consistency.watchdog import Watchdog, _Link
 from ringspan.torch.runtime.launch import launch
 from ringspan.train.config.tables import WatchdogConfig
+from tests.cases import long
 
 QUICK = WatchdogConfig(min_seconds=1.0, timeout_steps=2, patience_seconds=30)
 
@@ -43,7 +44,7 @@ def stall(folder, culprit):
     return codes
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [0, *long(2)])
 def test_a_rank_that_stands_still_is_named_by_all(tmp_path, culprit):
     assert launch(stall, 3, tmp_path, culprit, threads=1) == [[EXIT_STALLED]] * 3
     for rank in range(3):
@@ -82,7 +83,7 @@ def fall_silent(folder, culprit):
     return codes
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [*long(0), 2])
 def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(tmp_path, culprit):
     for rank, codes in enumerate(launch(fall_silent, 3, tmp_path, culprit, threads=1)):
         if rank != culprit:

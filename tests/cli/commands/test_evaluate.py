@@ -55,7 +55,16 @@ def test_one_model_is_named_and_several_are_told_apart_in_rows():
     ]
 
 
-@refusals("eval")
+# Each builds what it asks for until it sees that there is not enough.
+SLOW = (
+    "eval lines {model} --lengths 99",
+    "eval lines {model} --lengths 4096",
+    "eval needle {model} --distractors 3000000",
+    "eval perplexity {model} --length 4096",
+)
+
+
+@refusals("eval", SLOW)
 def test_bad_input_is_refused(
     monkeypatch, capsys, folder, tmp_path, arguments, message
 ):

@@ -213,6 +213,7 @@ def test_a_book_is_read_once(folder, book, ranks):
     assert "read " not in err, "nothing of the book"
 
 
+@pytest.mark.long
 def test_a_cache_of_beams_is_refused(folder, tmp_path, monkeypatch, capsys):
     folder, kept = (
         with_setting(folder, tmp_path / "model", num_beams=3),

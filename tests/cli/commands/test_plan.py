@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringspan.cli.commands.plan import EPILOG
-from tests.cases import refusals
+from tests.cases import long, refusals
 from tests.cli.test_bad_input import printed, refusal
 from tests.surface import MODEL, check_object
 
@@ -53,18 +53,20 @@ def test_it_prints_tables_for_people(monkeypatch, capsys):
     ("asked", "options", "reason", "line"),
     [
         ("ring", (), "chosen", "ring: the plan chose it"),
-        ("ulysses", (), "time", "ulysses: 1.1% slower"),
+        *long(("ulysses", (), "time", "ulysses: 1.1% slower")),
         (
             "ulysses",
             ("--devices", "64"),
             "heads",
             "32 query and 8 key/value heads do not split evenly",
         ),
-        (
-            "ulysses",
-            ("--length", "10000000"),
-            "memory",
-            "does not fit, and the plan does not either",
+        *long(
+            (
+                "ulysses",
+                ("--length", "10000000"),
+                "memory",
+                "does not fit, and the plan does not either",
+            )
         ),
         (
             "fsdp",

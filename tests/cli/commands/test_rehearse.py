@@ -50,6 +50,7 @@ def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
     assert waits > plan["link_bytes_per_step"]["ring"] / 1e3 / 2
 
 
+@pytest.mark.long
 def test_it_prints_tables_for_people(monkeypatch, capsys, model):
     text = printed(
         monkeypatch,

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ringspan as rs
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.evaluate import RingLM
-from tests.cases import long
 from tests.evaluate.harness.data import TASKS, write
 from tests.evaluate.models import save
 
@@ -49,7 +48,8 @@ def on_ring(mesh: DeviceMesh, model_folder: Path, folder: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def expected(tmp_path_factory, pool):
+    """With the pool, so that the worker that has it asks once for all tests."""
     from lm_eval.models.huggingface import HFLM
 
     folder = save(
@@ -80,7 +80,8 @@ def flat(value: Any) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, *long(1, 3)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 1, 3])
 def test_it_answers_as_lm_evals_own_model(pool, expected, ranks):
     folder, tasks, wanted, scores = expected
     for found, found_scores in pool.run(on_ring, ranks, folder, str(tasks)):

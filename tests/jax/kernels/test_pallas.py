@@ -40,7 +40,7 @@ SINKS = np.array([0.3, -2.0, 1.5, 4.0], np.float32)
     layout=st.sampled_from(LAYOUT_NAMES),
     ranks=st.sampled_from([1, 2]),
 )
-@examples(4, suppress_health_check=[HealthCheck.too_slow])
+@examples(2, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     check_any_mask(16, short, mask, layout, ranks, (4, 2), "pallas")
 

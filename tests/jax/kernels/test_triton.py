@@ -54,12 +54,13 @@ def jax_triton():
     ranks=st.sampled_from([1, 2]),
 )
 @examples(
-    3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     check_any_mask(20, short, mask, layout, ranks, (0, 0), "triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "ranks", "mask", "keys", "options"),
     [
@@ -82,6 +83,7 @@ def test_it_computes_what_the_other_kernel_does(layout, ranks, mask, keys, optio
     check_same_as_xla("triton", problem, layout, ranks, **options)
 
 
+@pytest.mark.long
 def test_half_precision_is_as_good_as_the_other_kernel():
     """float16, since the interpreter multiplies bfloat16 numbers as if they were integers."""
     check_as_good_as_xla("triton", torch.float16, 64, 16)
@@ -210,6 +212,7 @@ for name in ("forward", "backward_queries", "backward_keys"):
 """
 
 
+@pytest.mark.long
 def test_every_program_has_blocks_to_choose_from():
     """On a GPU alone, so that nothing here would notice if they were looked for in the wrong place."""
     lines = without_interpreter(TUNED).splitlines()

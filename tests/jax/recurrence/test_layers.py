@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
 from ringspan.jax import recurrence, shard, unshard
+from tests.cases import long
 from tests.core.recurrence import reference
 from tests.jax.rings import mesh
 from tests.jax.test_attention import CUSTOM
@@ -155,7 +156,15 @@ def by_document(
     return np.concatenate(outs, out_dim)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(LAYERS))
+# The delta rule, and the scan of Mamba-2, with other decays.
+SLOW = ("kimi delta attention", "mamba")
+NUMBERED = [
+    pytest.param(number, name, marks=pytest.mark.long if name in SLOW else ())
+    for number, name in enumerate(LAYERS)
+]
+
+
+@pytest.mark.parametrize(("number", "name"), NUMBERED)
 def test_outputs_are_the_oracles_and_gradients_its_derivatives(number, name):
     """Along a random direction, against differences of the oracle."""
     given, starts = arguments(name, 17), (0, 2, 3, 11)
@@ -182,6 +191,7 @@ def test_outputs_are_the_oracles_and_gradients_its_derivatives(number, name):
     assert slope == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.long
 def test_float32_is_float32_and_bfloat16_keeps_its_states_wider():
     given, split = arguments("mamba-2", 40), rs.Layout("contiguous", 40, 4)
     expected = by_document("mamba-2", (0,), given)
@@ -228,12 +238,14 @@ def test_float32_is_float32_and_bfloat16_keeps_its_states_wider():
             rs.UnsupportedError,
             "starts must be positions in increasing order",
         ),
-        (
-            rs.Layout("zigzag", 8, 2),
-            (0, 8),
-            {},
-            rs.LayoutError,
-            "a document begins at 8, the layout has 8 tokens",
+        *long(
+            (
+                rs.Layout("zigzag", 8, 2),
+                (0, 8),
+                {},
+                rs.LayoutError,
+                "a document begins at 8, the layout has 8 tokens",
+            )
         ),
         (
             rs.Layout("zigzag", 8, 2),

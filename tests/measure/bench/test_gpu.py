@@ -9,6 +9,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import session
 from benchmarks.gpu.documents import documents
 from benchmarks.gpu.rows import ROWS
+from tests.cases import long
 
 
 @pytest.mark.long
@@ -59,7 +60,9 @@ FIRST = f"echo '{gpu._PREFIX}{{\"result\": 1}}'; "  # of a shell, which starts i
     ("code", "errors"),
     [
         ("echo no memory >&2; exit 1", [None, "no memory", "no memory"]),
-        ("echo noise; exec sleep 60", [None, "longer than 2 s", "longer than 2 s"]),
+        *long(
+            ("echo noise; exec sleep 60", [None, "longer than 2 s", "longer than 2 s"])
+        ),
         ("", [None, "it ended with 0", "it ended with 0"]),
     ],
 )

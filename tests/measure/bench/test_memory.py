@@ -12,6 +12,7 @@ from ringspan.core.schedule.choice import num_inputs
 from ringspan.measure.trace.tracker import held_activations
 from ringspan.torch.model.memory import offload
 from ringspan.torch.model.memory.checkpointing import choose_checkpoint, layer_sizes
+from tests.cases import long
 from tests.torch.models import build, config, tokens
 
 LENGTH = 64
@@ -53,7 +54,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*long(torch.float32), torch.bfloat16])
 @pytest.mark.parametrize(
     "options", CASES, ids=lambda options: "-".join(map(str, options.values()))
 )

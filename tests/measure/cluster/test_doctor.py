@@ -328,6 +328,7 @@ def examined_job(mesh: DeviceMesh) -> tuple[dict, bool]:
         return doctor.examine_job()
 
 
+@pytest.mark.long
 def test_a_job_of_torchrun_is_examined_by_its_own_ranks(pool):
     results = pool.run(examined_job, 4)
     assert [is_first for _, is_first in results] == [True, False, False, False]

@@ -29,7 +29,7 @@ from ringspan.plan.cost.folds import per_token
 from ringspan.plan.cost.memory import held_bytes, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS, from_config
-from tests.cases import long
+from tests.cases import few, long
 from tests.every_model.hybrids import hybrid_config
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
@@ -138,16 +138,18 @@ ROUTES = [
 @pytest.mark.parametrize(
     ("kind", "changes", "options"),
     [
-        ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
+        *long(("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"})),
         (
             "llama",
             SHARED,
             {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
         ),
-        (
-            "llama",
-            SHARED,
-            {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"},
+        *long(
+            (
+                "llama",
+                SHARED,
+                {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"},
+            )
         ),
         (
             "llama",
@@ -159,18 +161,18 @@ ROUTES = [
                 "layers_per_checkpoint": 2,
             },
         ),
-        (
-            "llama",
-            {},
-            {
-                "length": 16_384,
-                "ring": 2,
-                "tp": 2,
-                "checkpoint": "full",
-                "compute_dtype": "float32",
-            },
-        ),
         *long(
+            (
+                "llama",
+                {},
+                {
+                    "length": 16_384,
+                    "ring": 2,
+                    "tp": 2,
+                    "checkpoint": "full",
+                    "compute_dtype": "float32",
+                },
+            ),
             (
                 "llama",
                 {},
@@ -300,13 +302,10 @@ def held(mesh, config, setting):
 
 # Dense; experts; latent keys; experts with windows and sinks; windows; shared keys; chosen keys and shared choices.
 KINDS = [
-    "llama",
+    *long("llama"),
     "mixtral",
     "deepseek_v3",
-    "gpt_oss",
-    "gemma3_text",
-    "gemma4_text",
-    "glm_moe_dsa",
+    *long("gpt_oss", "gemma3_text", "gemma4_text", "glm_moe_dsa"),
 ]
 
 
@@ -333,12 +332,16 @@ WIDER = {"deepseek_v4": {"hidden_size": 512}}
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "length", "bound"),
     [
-        *((kind, "attention", 512, 1e-3) for kind in ("qwen3_next", "lfm2")),
-        *((kind, "full", 512, 1e-3) for kind in ("qwen4_exp_text", "dots3_note_text")),
-        # It also keeps 16 bytes of a token, of rotary tables, and float32 copies of the last streams' weights.
-        *(
-            ("deepseek_v4", checkpoint, 256, 4e-3)
-            for checkpoint in ("full", "attention")
+        ("lfm2", "attention", 512, 1e-3),
+        *long(
+            ("dots3_note_text", "full", 512, 1e-3),
+            ("qwen3_next", "attention", 512, 1e-3),
+            ("qwen4_exp_text", "full", 512, 1e-3),
+            # It also keeps 16 bytes of a token, of rotary tables, and float32 copies of the last streams' weights.
+            *(
+                ("deepseek_v4", checkpoint, 256, 4e-3)
+                for checkpoint in ("full", "attention")
+            ),
         ),
     ],
 )
@@ -373,7 +376,7 @@ def held_in_folds(mesh, kind, setting):
     return watching.moments[-1].bytes["activations"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("kind", [*long("llama"), "deepseek_v3", *long("gemma3_text")])
 def test_folds_keep_what_is_planned_between_passes(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
     checkpoint = "attention" if kind == "deepseek_v3" else "full"
@@ -385,8 +388,9 @@ def test_folds_keep_what_is_planned_between_passes(pool, kind):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("checkpoint", "offload"), [("full", "activations"), *long(("attention", "none"))]
+    ("checkpoint", "offload"), [("full", "activations"), ("attention", "none")]
 )
 def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
     config = models.config("llama", **WIDE | THIN | {"num_hidden_layers": 1})
@@ -406,7 +410,7 @@ def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
     assert (formula <= before + batch) == (offload == "activations")
 
 
-@pytest.mark.parametrize("route", ["ring", "ulysses:4+all-gather", *long(*ROUTES[1:])])
+@pytest.mark.parametrize("route", ["ring", *long("ulysses:4+all-gather", *ROUTES[1:])])
 def test_what_the_loop_holds_is_counted_to_a_percent(route):
     """Where nothing else comes near it."""
     setting = Setting(
@@ -419,8 +423,9 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("checkpoint", "layers", "each"), [("attention", 5, 3), *long(("full", 8, 4))]
+    ("checkpoint", "layers", "each"), [("attention", 5, 3), ("full", 8, 4)]
 )
 def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers, each):
     setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
@@ -436,7 +441,8 @@ def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)]
+    ("vocabulary", "checkpoint"),
+    few(zip((501, 502, 501), CHECKPOINT_NAMES, strict=True), 3),
 )
 def test_tensor_parallel_sums_are_those_of_the_step(
     monkeypatch, checkpoint, vocabulary
@@ -500,6 +506,7 @@ def test_what_dtensor_makes_to_foresee_shapes_is_not_counted():
     assert len(held) == 2 and counted.peak.total_bytes == 2 * x.to_local().nbytes
 
 
+@pytest.mark.long
 def test_a_trace_includes_the_buffers_of_the_ring(monkeypatch):
     config = models.config("llama", **WIDE | {"intermediate_size": 256})
     setting = Setting(length=32_768, ring=4, checkpoint="full")
@@ -509,7 +516,7 @@ def test_a_trace_includes_the_buffers_of_the_ring(monkeypatch):
 
 
 def test_the_timeline_has_all_phases_and_names_what_is_held():
-    setting = Setting(length=4096, ring=4)
+    setting = Setting(length=1024, ring=4)
     traced = trace(models.config("llama", **SIZES), setting, 3)
     assert traced.rank == 3
     assert [m.phase for m in thinned(traced.moments, 50)] == sorted(

@@ -12,7 +12,6 @@ from ringspan.plan.cost.setting import Setting
 from ringspan.torch.engine.attention.part import Coming
 from ringspan.torch.engine.transport import protocol
 from ringspan.torch.engine.transport.exchange import COUNTERS
-from tests.cases import long
 from tests.torch import models
 
 SIZES = {
@@ -64,9 +63,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [*long(CASES[0]), CASES[1], *long(CASES[2])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_the_peak_is_that_of_the_trace(kind, options):
     config = models.config(kind, **SIZES)
     setting = Setting(**options, loss_chunk_tokens=256, on_gpu=False)
@@ -84,6 +82,7 @@ def test_the_peak_is_that_of_the_trace(kind, options):
     )
 
 
+@pytest.mark.long
 def test_another_rank_of_the_same_mesh_has_groups_of_its_own():
     """DTensor remembers what it worked out by the mesh, and one mesh is like the other to it."""
     config, setting = (

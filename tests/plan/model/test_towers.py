@@ -108,7 +108,7 @@ def counted_flops(model: Any, batch: Any, modality: Modality) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("kind", few(PLANNED, 3))
+@pytest.mark.parametrize("kind", few(PLANNED, 6))
 def test_parameters_and_flops_are_those_of_the_model(kind):
     shape, model = five(kind), build(kind, dtype=torch.float32)
     batch = batch_of(kind, five_of(kind), dtype=torch.float32, alike=True)
@@ -131,7 +131,7 @@ def test_parameters_and_flops_are_those_of_the_model(kind):
     assert products == 2 * 24 * (shape.matrix_parameters - convolved), counts
 
 
-@pytest.mark.parametrize("kind", few(VIDEO, 3))
+@pytest.mark.parametrize("kind", few(VIDEO, 6))
 def test_frames_cost_what_those_of_a_video_do(kind):
     shape, model = shape_of(kind, video_of(kind)), build(kind, dtype=torch.float32)
     batch = batch_of(kind, [[4, "v", 3]], dtype=torch.float32)
@@ -199,7 +199,7 @@ def passed(mesh: DeviceMesh, kind: str, checkpoint: Any) -> tuple[int, int]:
             (number, kind, ("none", "attention")[number % 2])
             for number, kind in enumerate(PLANNED)
         ],
-        5,
+        10,
     ),
 )
 def test_what_a_rank_keeps_and_sends_is_predicted_to_the_byte(
@@ -271,6 +271,7 @@ def test_a_plan_counts_towers_and_says_what_they_take():
     )
 
 
+@pytest.mark.long
 def test_more_frames_take_longer_and_a_larger_ring_less():
     device = DEVICES["h100-80gb"]
     few = shape_of("qwen3_vl", read_media(None, "480x16x8", None))
@@ -287,6 +288,7 @@ def test_more_frames_take_longer_and_a_larger_ring_less():
     assert seconds(many, 8) < seconds(many, 2)
 
 
+@pytest.mark.long
 def test_tokens_of_an_image_see_its_later_ones_once():
     shape, blocks = five("gemma3"), tuple((at, at + 4) for at in range(0, 20, 4))
     places = np.arange(24)

@@ -207,8 +207,11 @@ def test_a_second_backward_pass_is_refused():
     ("chunk_tokens", "chunk_vocabulary", "dtype", "softcap"),
     [
         (512, 8192, torch.float32, 5.0),
-        (512, 8192, torch.bfloat16, None),
-        *long((512, None, torch.float32, None), (1024, 5000, torch.bfloat16, 5.0)),
+        *long(
+            (512, 8192, torch.bfloat16, None),
+            (512, None, torch.float32, None),
+            (1024, 5000, torch.bfloat16, 5.0),
+        ),
     ],
 )
 def test_memory_is_that_of_one_block_at_any_length(

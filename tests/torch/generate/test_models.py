@@ -16,7 +16,7 @@ from ringspan.plan.model.configs import from_config
 from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.generate.cache.pools import Pools
 from ringspan.torch.generate.options import cache_bytes
-from tests.cases import long
+from tests.cases import few, long
 from tests.every_model.tiny import MULTIMODAL, tiny_config, tiny_model, tiny_tokens
 from tests.torch.generate import models
 from tests.torch.generate.test_generate import (
@@ -152,10 +152,14 @@ def on_ring(mesh: DeviceMesh, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     "kind",
     [
         "afmoe",  # views what attention returns
-        "gemma3n_text",  # layers that take the keys of earlier ones
-        "gemma4_text",
+        *long(
+            "gemma3n_text",  # layers that take the keys of earlier ones
+            "gemma4_text",
+        ),
         "mllama",  # layers that attend to images alone
-        "ministral3",  # a factor on queries by position
+        *long(
+            "ministral3",  # a factor on queries by position
+        ),
     ],
 )
 def test_the_text_of_special_types_equals_one_process(pool, kind):
@@ -205,17 +209,15 @@ def test_pools_with_padding_after_tokens_are_refused(pool):
     ("kind", "ranks"),
     [
         ("deepseek_v32", 1),
-        ("glm_moe_dsa", 2),
-        ("dots3_note_text", 2),
-        ("qwen4_exp_text", 2),
+        *long(("glm_moe_dsa", 2), ("dots3_note_text", 2), ("qwen4_exp_text", 2)),
         ("qwen4_exp_text without states", 3),
-        ("glm5_next:multimodal", 2),
         *long(
+            ("glm5_next:multimodal", 2),
             ("qwen4_exp_text", 1),
             ("qwen4_exp_text without states", 1),
             ("qwen4_exp_text without states", 2),
+            ("minimax_m3_vl_text", 3),
         ),
-        ("minimax_m3_vl_text", 3),
         ("deepseek_v4", 2),
         *long(
             ("deepseek_v4", 3),
@@ -277,7 +279,7 @@ PLANNED = (
 )
 
 
-@pytest.mark.parametrize("kind", ["longcat_flash", "qwen4_exp_text", *PLANNED])
+@pytest.mark.parametrize("kind", few(["longcat_flash", "qwen4_exp_text", *PLANNED], 2))
 def test_a_cache_is_counted_as_what_it_keeps(pool, kind):
     """Latents, not keys of heads; keys of indexes, pools, entries; keys that windows have not left behind."""
     found = pool.run(kept, 2, kind)

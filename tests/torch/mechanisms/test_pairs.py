@@ -140,7 +140,11 @@ def test_every_pair_is_tried():
 
 @pytest.mark.parametrize(
     ("pair", "number"),
-    [(pair, n) for pair, runs in TOGETHER.items() for n in range(len(runs))],
+    [
+        pytest.param(pair, number, marks=pytest.mark.long if number else ())
+        for pair, runs in TOGETHER.items()
+        for number in range(len(runs))
+    ],
 )
 def test_mechanisms_that_go_together_train_as_on_one_process(pool, pair, number):
     TOGETHER[pair][number](pool)

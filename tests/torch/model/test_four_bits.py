@@ -87,9 +87,18 @@ def ring_step(
 @pytest.mark.parametrize(
     ("kind", "bits", "in_parts", "ranks", "replicate", "options"),
     [
-        ("llama", "nf4, scales packed", False, 3, 1, {"checkpoint": "full"}),
+        *long(("llama", "nf4, scales packed", False, 3, 1, {"checkpoint": "full"})),
         ("llama", "nf4, scales packed", True, 2, 1, {}),
-        ("qwen2", "nf4 in bfloat16", True, 4, 2, {"checkpoint": "none"}),  # with biases
+        *long(
+            (
+                "qwen2",
+                "nf4 in bfloat16",
+                True,
+                4,
+                2,
+                {"checkpoint": "none"},
+            ),  # with biases
+        ),
         ("mistral-window", "fp4", False, 2, 1, {"offload": "activations"}),
         (
             "llama-tied",
@@ -99,7 +108,7 @@ def ring_step(
             1,
             {"feedforward_chunk_tokens": 5, "norm_chunk_tokens": 6},
         ),
-        ("llama", "int8", True, 3, 1, {}),
+        *long(("llama", "int8", True, 3, 1, {})),
     ],
 )
 def test_adapters_train_as_on_one_process(
@@ -198,7 +207,9 @@ def loaded(mesh: DeviceMesh, folder: Path, bits: str) -> float:
     return tracker.peak.total_bytes / kept
 
 
-@pytest.mark.parametrize(("bits", "ranks"), [("nf4, scales packed", 2), ("int8", 1)])
+@pytest.mark.parametrize(
+    ("bits", "ranks"), [*long(("nf4, scales packed", 2)), ("int8", 1)]
+)
 def test_loading_peaks_below_13_tenths_of_the_packed_bytes(pool, tmp_path, bits, ranks):
     sizes = {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256}
     build("llama", **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -362,6 +373,6 @@ def four_steps(mesh: DeviceMesh, kind: str, folder: Path) -> None:
     checkpoints.close()
 
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", *long("PagedAdamW8bit"), "Lion8bit"])
+@pytest.mark.parametrize("kind", ["AdamW8bit", *long("PagedAdamW8bit", "Lion8bit")])
 def test_an_optimizer_steps_shards_as_it_does_parameters(pool, tmp_path, kind):
     pool.run(four_steps, 4, kind, tmp_path, replicate=2)

@@ -87,9 +87,9 @@ def check(
 @pytest.mark.parametrize(
     ("kind", "ranks", "sizes", "everywhere"),
     [
-        ("llama", 1, {}, False),
+        *long(("llama", 1, {}, False)),
         ("qwen3", 2, {}, True),
-        ("qwen3_moe", 2, {}, False),
+        *long(("qwen3_moe", 2, {}, False)),
         ("llama", 4, {"tp": 2}, True),
         ("gpt_oss", 4, {"replicate": 2}, True),
         *long(
@@ -113,7 +113,7 @@ def test_weights_are_those_of_the_files(pool, kind, ranks, sizes, everywhere):
     [
         ("all-linear", 2, {}),
         ("attention", 4, {"tp": 2}),
-        ("tied tokens", 1, {}),
+        *long(("tied tokens", 1, {})),
         ("experts", 2, {}),
         *long(*((case, 2, {}) for case in CASES if case not in PARTED)),
     ],

@@ -119,7 +119,10 @@ def test_adapted_parameters_train_as_on_one_process(pool):
 
 
 # Each of the others has an adapter on a part that one of the rest has, too.
-MORE = "attention", "head", "embedding", "both ends", "tied tokens", "routed"
+MORE = (
+    *("attention", "head", "embedding", "both ends", "tied tokens", "routed"),
+    *("all-linear", "tied head", "latents"),
+)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def from_folder(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["head", "saved ends", "dora", *long("attention", "tied tokens")]
+    "name", [*long("head"), "saved ends", "dora", *long("attention", "tied tokens")]
 )
 def test_peft_opens_the_folder_with_equal_weights(pool, tmp_path, name):
     kind, adapter = ADAPTERS[name]
@@ -235,7 +238,7 @@ def switched(model: Any, mesh: DeviceMesh | None = None) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("first", "options", "bound"),
-    [(True, {}, 1e-5), (False, {"compute_dtype": torch.bfloat16}, 5e-2)],
+    [(True, {}, 1e-5), *long((False, {"compute_dtype": torch.bfloat16}, 5e-2))],
 )
 def test_adapters_are_switched_on_and_off(pool, first, options, bound):
     """A first pass without any of them must not decide for all that follow."""
@@ -347,14 +350,16 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         ("alora", "alora_invocation_tokens"),
         ("tied", "two parameters over the same memory"),
         ("types", "autocast_adapter_dtype=False"),
-        ("add_adapter", "before parallelize"),
-        ("inner add_adapter", "before parallelize"),
-        ("merge_and_unload", "save_pretrained"),
-        ("merge_adapter", "save_pretrained"),
-        ("unload", "disable_adapter"),
-        ("half", "before parallelize"),
+        *long(
+            ("add_adapter", "before parallelize"),
+            ("inner add_adapter", "before parallelize"),
+            ("merge_and_unload", "save_pretrained"),
+            ("merge_adapter", "save_pretrained"),
+            ("unload", "disable_adapter"),
+            ("half", "before parallelize"),
+        ),
         ("twice", "on a ring already"),
-        ("inner twice", "on a ring already"),
+        *long(("inner twice", "on a ring already")),
         ("convert", "path_initial_model_for_weight_conversion"),
         (
             "labels",
@@ -420,7 +425,7 @@ def split_step(mesh: DeviceMesh, adapter: dict[str, Any], folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "targets", [["q_proj"], ["o_proj", "k_proj"], "all-linear"], ids=str
+    "targets", [*long(["q_proj"], ["o_proj", "k_proj"]), "all-linear"], ids=str
 )
 def test_adapters_of_split_projections_train_as_on_one_process(pool, tmp_path, targets):
     """With biases, on the base layer and on the adapter's second matrix."""
@@ -522,8 +527,10 @@ def kept_step(
     ("base", "head", "casts", "bound"),
     [
         (torch.float32, torch.bfloat16, False, 2e-6),
-        (torch.bfloat16, torch.float32, False, 1e-2),
-        (torch.float32, torch.bfloat16, True, 1e-2),
+        *long(
+            (torch.bfloat16, torch.float32, False, 1e-2),
+            (torch.float32, torch.bfloat16, True, 1e-2),
+        ),
     ],
 )
 def test_a_head_is_trained_in_another_dtype_than_the_layers(

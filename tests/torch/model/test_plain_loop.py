@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.cases import long
 from tests.torch.models import build, close_by_name, tokens, whole, whole_gradients
 
 STEPS = 3
@@ -87,13 +88,15 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str) -> list[float]:
     ("how", "when"),
     [
         ("no_grad", "before the optimizer"),
-        ("no backward", "before the step"),
-        ("an exception", "before backward"),
-        ("inference_mode", "before the update"),
-        ("eval", "before backward"),
+        *long(
+            ("no backward", "before the step"),
+            ("an exception", "before backward"),
+            ("inference_mode", "before the update"),
+            ("eval", "before backward"),
+        ),
         ("an exception in backward", "before the step"),
         ("layers stay whole", "never"),
-        ("gathered by the user", "never"),
+        *long(("gathered by the user", "never")),
         ("gathered by the user after a pass", "never"),
     ],
 )
@@ -137,7 +140,7 @@ def penalise(mesh: DeviceMesh | None) -> Any:
     return whole(loss.detach()).item(), whole_gradients(model)
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [*long(1), 2])
 def test_a_penalty_on_weights_counts_once(pool, replicate):
     loss, gradients = penalise(None)
     for found, own in pool.run(penalise, 2 * replicate, replicate=replicate):
@@ -213,8 +216,7 @@ def load(
 @pytest.mark.parametrize(
     ("kind", "what", "assign", "ranks", "tp"),
     [
-        ("llama", "model.layers.1", True, 3, 1),
-        ("llama-tied", "", True, 4, 2),
+        *long(("llama", "model.layers.1", True, 3, 1), ("llama-tied", "", True, 4, 2)),
         ("llama-tied", "", False, 3, 1),
     ],
 )

@@ -120,7 +120,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "names", "given", "replicas"), few(FOREIGN, 3))
+@pytest.mark.parametrize(("shape", "names", "given", "replicas"), few(FOREIGN, 5))
 def test_a_step_on_a_foreign_mesh_equals_one_process(
     pool, shape, names, given, replicas
 ):

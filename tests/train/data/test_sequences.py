@@ -29,6 +29,7 @@ from ringspan.train.data import documents as reading
 from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.sequences import TokenSequences, build_data
 from ringspan.train.data.tokens import TokenStream, tokenize, train_tokenizer
+from tests.fuzz import examples
 
 PAD = 9_999
 TEXT = "The ring passes keys and values on. Größe: 3 µm, naïve 😀\r\n\tdef f(x): return x\n"
@@ -496,6 +497,7 @@ def part_of(stream: TokenStream, data: st.DataObject) -> tuple[int, int]:
 
 
 @given(LENGTHS, st.data())
+@examples(30)
 def test_a_stream_is_the_documents_one_after_the_other(
     lengths: list[int], data: st.DataObject
 ):
@@ -512,6 +514,7 @@ def test_a_stream_is_the_documents_one_after_the_other(
 
 
 @given(LENGTHS, st.integers(2, 9), st.data())
+@examples(30)
 def test_packed_windows_predict_each_token_once(
     lengths: list[int], length: int, data: st.DataObject
 ):
@@ -529,6 +532,7 @@ def test_packed_windows_predict_each_token_once(
 
 
 @given(LENGTHS, st.integers(2, 9), st.data())
+@examples(30)
 def test_cut_windows_stay_in_their_document_and_pad_its_end(
     lengths: list[int], length: int, data: st.DataObject
 ):

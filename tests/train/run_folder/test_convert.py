@@ -2,6 +2,7 @@
 of a tensor; what is wrong with a run or a checkpoint is named, and nothing is left behind.
 """
 
+import functools
 import json
 import shutil
 import weakref
@@ -18,6 +19,7 @@ from ringspan.torch.model.weights import writing
 from ringspan.train.loop import train
 from ringspan.train.run_folder import export
 from ringspan.train.run_folder.export import export_checkpoint
+from tests.cases import few
 from tests.train.runs import settings, train_on
 
 STEPS = 3
@@ -33,28 +35,33 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def runs(pool, text):
-    for name, changes in MESHES.items():
-        changes = dict(changes)
+    """The folder of a run, which is trained when it is first asked for."""
+
+    @functools.cache
+    def trained(name):
+        changes = dict(MESHES[name])
         model = settings(text, name).model.model_dump(exclude_unset=True) | changes.pop(
             "model", {}
         )
         pool.run(train_on, 4, settings(text, name, model=model, **changes))
-    return text
+        return text / name
+
+    return trained
 
 
 @pytest.fixture
 def run(runs, tmp_path):
-    shutil.copytree(runs / "ring of 4", tmp_path / "run")
+    shutil.copytree(runs("ring of 4"), tmp_path / "run")
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", few(MESHES, 2))
 def test_a_checkpoint_of_any_mesh_gives_what_the_run_wrote(runs, tmp_path, name):
     step, num_bytes = export_checkpoint(
-        runs / name, None, tmp_path / "exported", max_shard_size="40KB"
+        runs(name), None, tmp_path / "exported", max_shard_size="40KB"
     )
     assert step == STEPS
-    written = load_file(runs / name / "model" / "model.safetensors")
+    written = load_file(runs(name) / "model" / "model.safetensors")
     files = sorted(tmp_path.glob("exported/*.safetensors"))
     assert (
         len(files) > 1 and max(path.stat().st_size for path in files) < 40_000 + 4_000
@@ -70,11 +77,11 @@ def test_a_checkpoint_of_any_mesh_gives_what_the_run_wrote(runs, tmp_path, name)
         ), key
     opened, other = (
         AutoModelForCausalLM.from_pretrained(path)
-        for path in (tmp_path / "exported", runs / name / "model")
+        for path in (tmp_path / "exported", runs(name) / "model")
     )
     assert opened.config.to_diff_dict() == other.config.to_diff_dict()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == len(
-        AutoTokenizer.from_pretrained(runs / name / "model")
+        AutoTokenizer.from_pretrained(runs(name) / "model")
     )
 
 
@@ -98,10 +105,10 @@ def test_a_run_writes_a_model_of_several_files(pool, text, tmp_path):
 
 
 def test_an_earlier_step_gives_other_weights(runs, tmp_path):
-    assert export_checkpoint(runs / "ring of 4", 2, tmp_path / "earlier")[0] == 2
+    assert export_checkpoint(runs("ring of 4"), 2, tmp_path / "earlier")[0] == 2
     earlier, last = (
         load_file(folder / "model.safetensors")
-        for folder in (tmp_path / "earlier", runs / "ring of 4" / "model")
+        for folder in (tmp_path / "earlier", runs("ring of 4") / "model")
     )
     assert earlier.keys() == last.keys() and not torch.equal(
         *(each["model.norm.weight"] for each in (earlier, last))
@@ -121,7 +128,7 @@ def test_no_more_than_a_piece_of_a_tensor_is_in_memory(runs, tmp_path, monkeypat
 
     monkeypatch.setattr(writing, "_PIECE_BYTES", piece)
     monkeypatch.setattr(export._Saved, "read", measured)
-    _, num_bytes = export_checkpoint(runs / "ring of 4", None, tmp_path / "exported")
+    _, num_bytes = export_checkpoint(runs("ring of 4"), None, tmp_path / "exported")
     assert num_bytes > 30 * piece and 0 < most <= piece
 
 

@@ -85,7 +85,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
     assert equal(weights(run), weights(uninterrupted))
 
 
-@pytest.mark.parametrize("then_exit", [False, True])
+@pytest.mark.parametrize("then_exit", [*long(False), True])
 def test_a_signal_after_the_save_does_not_take_the_exit_code(pool, text, then_exit):
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
     for handlers in pool.run(
@@ -148,6 +148,7 @@ def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_in_bfloat16_learns_alike(pool, text, uninterrupted):
     pool.run(train_and_see, 4, half(text, "half"))
     for (step, what), value in curve(uninterrupted).items():
@@ -236,6 +237,7 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(
     ), outcomes
 
 
+@pytest.mark.long
 def test_fewer_steps_and_no_valid_checkpoint_are_refused(pool, text):
     hopeless = config(text, "hopeless")
     pool.run(train_and_see, 4, hopeless, 2)
@@ -250,6 +252,7 @@ def test_fewer_steps_and_no_valid_checkpoint_are_refused(pool, text):
     assert all("is not a manifest of ringspan" in str(outcome) for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_more_steps_go_on_from_a_finished_run(pool, text):
     pool.run(train_and_see, 4, config(text, "longer", steps=2))
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
@@ -261,8 +264,9 @@ def test_more_steps_go_on_from_a_finished_run(pool, text):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))]
+    ("name", "mesh"), [("the same", {}), ("heads over 2", {"tp": 2})]
 )
 def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):
     on_host = {"on_host": True}

@@ -62,6 +62,7 @@ def test_the_operator_reads_every_view_and_traces_as_it_computes(view):
     )
 
 
+@pytest.mark.long
 def test_it_compiles_with_views():
     compiled = torch.compile(
         lambda q, k, v: rs.ring_attention(q, k, v), fullgraph=True, backend="aot_eager"

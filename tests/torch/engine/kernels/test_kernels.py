@@ -126,7 +126,7 @@ def test_a_band_is_a_window_from_the_last_corner(layout, mask):
     route=st.sampled_from(["ring", "all-gather"]),
 )
 @examples(
-    25,
+    12,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_any_mask_through_the_kernels_of_cuda(
@@ -194,7 +194,7 @@ def test_every_kernel_says_how_tensors_must_lie_and_gets_them_so():
     chunk_size=st.builds(ChunkSize, widths, widths, st.sampled_from([1, 100, 1 << 18])),
     others=st.none() | st.integers(1, 20),
 )
-@examples(60)
+@examples(30)
 def test_any_mask_through_plain_pytorch_whatever_its_chunks(
     length, mask, layout, ranks, shape, chunk_size, others, **scores
 ):

@@ -90,23 +90,25 @@ def expected(kind: str, stage: str, rows: list[list[Tensor]]) -> Any:
             "contiguous",
             {"documents": PACKED[0], "checkpoint": "full"},
         ),
-        (
-            "hy_v4",
-            "sparse",
-            3,
-            "zigzag",
-            {"documents": PACKED[2], "layers_per_checkpoint": 2},
+        *long(
+            (
+                "hy_v4",
+                "sparse",
+                3,
+                "zigzag",
+                {"documents": PACKED[2], "layers_per_checkpoint": 2},
+            )
         ),
         ("hy_v4", "dense", 1, "zigzag", {"checkpoint": "none"}),
         # Documents of no more tokens than an index chooses, which it learns from all the same.
-        (
-            "deepseek_v32",
-            "sparse",
-            2,
-            "zigzag",
-            {"documents": WHOLE, "layers_per_checkpoint": 2},
-        ),
         *long(
+            (
+                "deepseek_v32",
+                "sparse",
+                2,
+                "zigzag",
+                {"documents": WHOLE, "layers_per_checkpoint": 2},
+            ),
             (
                 "glm_moe_dsa",
                 "dense",
@@ -123,7 +125,7 @@ def expected(kind: str, stage: str, rows: list[list[Tensor]]) -> Any:
             ),
         ),
         ("axk2", "dense", 2, "striped", {"mask": (5, 30)}),
-        ("dots3_note_text", "sparse", 3, "balanced", {"documents": PACKED[1]}),
+        *long(("dots3_note_text", "sparse", 3, "balanced", {"documents": PACKED[1]})),
     ],
 )
 def test_loss_and_gradients_of_the_index_equal_one_process(

@@ -107,7 +107,7 @@ LAYOUTS = [
 ]
 KINDS = [*enumerate(HYBRIDS)]
 CHOOSING = [*enumerate(INDEXED, 1)]  # of fewer keys than there are
-APART = [KINDS[12], CHOOSING[5]]
+APART = [KINDS[12]]
 # Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
 SHORT = [[2, 2, 27], [5, 26], [31], [30, 1]]
 # the first of two ranks has no entry to norm
@@ -134,7 +134,7 @@ def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_next", *long("deepseek_v32", "deepseek_v3")])
 def test_a_row_of_padding_alone_changes_no_other(pool, kind):
     ids, mask = batch_of(2, 37), torch.tensor([[0], [1]]).expand(2, 37)
     expected = one_process(kind, torch.float64, ids[1:])
@@ -148,7 +148,7 @@ def test_a_row_of_padding_alone_changes_no_other(pool, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
+    "kind", [*long("deepseek_v4"), "minimax_m3_vl_text", "qwen4_exp_text"]
 )
 def test_padding_on_either_side_leaves_rows_as_they_are_alone(pool, kind):
     ids, model = batch_of(2, 37), build(kind, torch.float64)
@@ -187,7 +187,7 @@ def test_packed_documents_equal_each_alone(pool, number, kind):
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [*KINDS[1::12], *long(*(x for x in KINDS if x not in KINDS[1::12]))],
+    [KINDS[13], *long(*(x for x in KINDS if x != KINDS[13]))],
 )
 def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
     ids = batch_of(1, 41)
@@ -203,11 +203,13 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
     ("kind", "ranks", "replicate", "options"),
     [
         ("qwen3_5_text", 4, 2, {"accumulate": 2, "documents": SHORT}),
-        (
-            "falcon_h1",
-            3,
-            1,
-            {"layout": "balanced", "checkpoint": "full", "documents": SHORT},
+        *long(
+            (
+                "falcon_h1",
+                3,
+                1,
+                {"layout": "balanced", "checkpoint": "full", "documents": SHORT},
+            )
         ),
         ("kimi_linear", 2, 1, {"checkpoint": "none"}),
         (
@@ -216,28 +218,35 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
             1,
             {"layout": "balanced", "checkpoint": "full", "documents": SHORT},
         ),
-        ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
-        (
-            "deepseek_v4",
-            2,
-            1,
-            {"layout": "striped", "checkpoint": "full", "documents": SHORT},
+        *long(
+            ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
+            (
+                "deepseek_v4",
+                2,
+                1,
+                {"layout": "striped", "checkpoint": "full", "documents": SHORT},
+            ),
+            (
+                "deepseek_v4",
+                2,
+                1,
+                {"layout": "contiguous", "documents": UNPOOLED, "norm_chunk_tokens": 3},
+            ),
+            (
+                "deepseek_v4",
+                2,
+                1,
+                {"checkpoint": "full", "documents": UNPOOLED[:1] * 2},
+            ),
+            ("deepseek_v4", 4, 2, {"documents": UNPOOLED}),
+            ("qwen4_exp_text", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ),
-        (
-            "deepseek_v4",
-            2,
-            1,
-            {"layout": "contiguous", "documents": UNPOOLED, "norm_chunk_tokens": 3},
-        ),
-        ("deepseek_v4", 2, 1, {"checkpoint": "full", "documents": UNPOOLED[:1] * 2}),
-        ("deepseek_v4", 4, 2, {"documents": UNPOOLED}),
-        ("qwen4_exp_text", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("mamba2", 2, 1, {"offload": "activations"}),
         ("qwen3_next", 2, 1, {"folds": 3, "documents": SHORT}),
         ("bamba", 1, 1, {"folds": 4, "checkpoint": "full", "layout": "contiguous"}),
-        ("lfm2", 3, 1, {"folds": 2, "documents": SHORT, "layout": "contiguous"}),
-        ("minimax", 2, 1, {"folds": 5, "layers_per_checkpoint": 2}),
         *long(
+            ("lfm2", 3, 1, {"folds": 2, "documents": SHORT, "layout": "contiguous"}),
+            ("minimax", 2, 1, {"folds": 5, "layers_per_checkpoint": 2}),
             ("minimax", 3, 1, {"checkpoint": "full"}),
             ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
             ("deepseek_v2", 3, 1, {"documents": SHORT, "route": "bidirectional"}),
@@ -302,7 +311,7 @@ def without_an_index(mesh: Any, kind: str, *args: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "topk", "ranks"),
     [
-        ("hy_v4", 7, 3),
+        *long(("hy_v4", 7, 3)),
         ("minimax_m3_vl_text", 12, 2),
         *long(("deepseek_v32", 7, 2), ("qwen4_exp_text", 11, 3)),
     ],
@@ -325,8 +334,8 @@ def test_documents_that_an_index_sees_whole_take_the_ring(pool, kind, topk, rank
     ("kind", "route", "ranks", "layout"),
     [
         ("deepseek_v32", "ulysses", 2, "zigzag"),
-        ("glm_moe_dsa", "pass-q", 3, "contiguous"),
         *long(
+            ("glm_moe_dsa", "pass-q", 3, "contiguous"),
             ("deepseek_v32", "pass-q", 2, "balanced"),
             ("hy_v4", "ulysses:2+ring", 4, "zigzag"),
         ),

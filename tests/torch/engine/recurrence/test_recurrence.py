@@ -91,7 +91,12 @@ def by_document(
     return torch.cat(sequences)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# A decay of each channel takes the oracle longest; models of it are tried beside.
+SLOWEST = "kimi delta attention"
+NAMES = [*(name for name in LAYERS if name != SLOWEST), *cases.long(SLOWEST)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_spans_compute_what_the_oracle_computes_of_each_document(name, data):
@@ -130,7 +135,7 @@ def test_spans_compute_what_the_oracle_computes_of_each_document(name, data):
         assert relative(gradient, truth) < 1e-9, key
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_error_does_not_grow_with_the_number_of_ranks(name):
     """In float32, with decays from near 0 to near 1, over all spans of zigzag rings of 1 to 16 ranks."""
     layer, tokens = LAYERS[name], 320
@@ -230,7 +235,7 @@ def over_spans(name: str, tokens: int, sequences: SequencePass) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "convolution"])
+@pytest.mark.parametrize("name", [*NAMES, "convolution"])
 @settings(max_examples=12)
 @given(given_tree=trees(), spans=st.lists(st.integers(1, 12), min_size=40, max_size=40))
 def test_a_segment_takes_the_state_that_its_parent_ends_with(name, given_tree, spans):

@@ -17,7 +17,7 @@ from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.torch.generate.cache import rows
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
-from tests.cases import long
+from tests.cases import few, long
 from tests.torch.generate import models
 from tests.torch.generate.test_generate import plain, results
 
@@ -97,10 +97,12 @@ def load_and_ask(
     ("name", "others"),
     [
         ("gpt_oss", (1, 3)),
-        ("glm_moe_dsa", (3,)),
-        ("minimax_m3_vl_text", (3,)),
-        *long(("deepseek_v3", (3,))),
-        *long(("llama4_text", (1, 2, 3))),
+        *long(
+            ("glm_moe_dsa", (3,)),
+            ("minimax_m3_vl_text", (3,)),
+            ("deepseek_v3", (3,)),
+            ("llama4_text", (1, 2, 3)),
+        ),
     ],
 )
 def test_loaded_on_other_ranks_it_goes_on_as_one_process_would(
@@ -197,7 +199,7 @@ def saved(pool, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", few(DAMAGE, 3))
 def test_damage_is_named_on_every_rank(pool, saved, tmp_path, damage):
     folder = tmp_path / "book"
     folder.mkdir()
@@ -214,8 +216,10 @@ def test_damage_is_named_on_every_rank(pool, saved, tmp_path, damage):
     ("name", "changes", "seed", "says"),
     [
         ("qwen3", {}, 0, "of a LlamaForCausalLM, must be of a Qwen3ForCausalLM"),
-        ("llama", {"num_key_value_heads": 4}, 0, "num_key_value_heads=2, not 4"),
-        ("llama", {"rope_theta": 7.0}, 0, "rope_"),
+        *long(
+            ("llama", {"num_key_value_heads": 4}, 0, "num_key_value_heads=2, not 4"),
+            ("llama", {"rope_theta": 7.0}, 0, "rope_"),
+        ),
         ("llama", {}, 1, "other weights"),
     ],
 )
@@ -333,8 +337,7 @@ def save_badly(mesh: DeviceMesh, case: str, folder: Path) -> None:
     ("case", "says"),
     [
         ("another's", "DynamicCache"),
-        ("empty", "is empty"),
-        ("exists", "exists; remove it"),
+        *long(("empty", "is empty"), ("exists", "exists; remove it")),
         ("replicas", "different tokens"),
     ],
 )
@@ -369,6 +372,7 @@ def tokens_noted(mesh: DeviceMesh) -> list[bool]:
     return right
 
 
+@pytest.mark.long
 def test_the_tokens_are_noted_through_crops(pool):
     assert pool.run(tokens_noted, 2) == [[True, True]] * 2
 
@@ -393,6 +397,7 @@ def moved(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.long
 def test_nothing_is_moved_while_a_text_is_read_and_written(pool):
     """A second copy of a layer's keys would be the largest thing beside a long cache."""
     assert pool.run(moved, 2) == [[], []]
@@ -500,7 +505,7 @@ def test_the_first_logits_are_within_a_bound(pool, name):
             assert (error > 1e-5) == (dtype != "float32"), "it is rounded"
 
 
-@pytest.mark.parametrize("way", ["beams", "crop"])
+@pytest.mark.parametrize("way", ["beams", *long("crop")])
 def test_beams_and_crops_in_eight_bits(pool, way):
     ids, _ = over(models.model("llama"), None, way)
     for ((got, _),) in pool.run(over_all, 2, "llama", ["int8"], way):

@@ -17,20 +17,21 @@ from ringspan.core.geometry.folds import fold_layouts, folded_layout
 from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.engine.attention.request import Request
 from ringspan.torch.mechanisms.folds.attention import Fold, Folds, attend_in_folds
-from tests.cases import pairwise
+from tests.cases import long, pairwise
 from tests.core.strategies import masks
 from tests.torch.models import build, relative, tokens, whole_gradients
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("llama-tied", {"checkpoint": "full"}),
+    *long(("llama-tied", {"checkpoint": "full"})),
     ("mistral-window", {"checkpoint": "none", "route": "all-gather"}),
-    ("gemma3_text", {"layers_per_checkpoint": 2, "offload": "activations"}),
-    ("gemma2", {"route": "pass-q"}),
-    ("gpt_oss", {"checkpoint": "full", "offload": "activations"}),
-    ("llama4_text", {}),
+    *long(
+        ("gemma3_text", {"layers_per_checkpoint": 2, "offload": "activations"}),
+        ("gemma2", {"route": "pass-q"}),
+        ("gpt_oss", {"checkpoint": "full", "offload": "activations"}),
+        ("llama4_text", {}),
+    ),
     ("deepseek_v3", {"loss_chunk_tokens": 5}),
-    ("gpt2", {}),
-    ("lora", {"layout": "contiguous"}),
+    *long(("gpt2", {}), ("lora", {"layout": "contiguous"})),
 ]
 
 
@@ -233,7 +234,7 @@ def all_attended(mesh: DeviceMesh) -> list[Any]:
     return [attended(mesh, *row) for row in ROWS]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *long(3)])
 def test_rings_in_folds_compute_what_one_rank_does(pool, ranks):
     for row, *found in zip(ROWS, *pool.run(all_attended, ranks), strict=True):
         check_attended(found, *row[:-1])

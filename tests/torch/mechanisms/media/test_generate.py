@@ -41,9 +41,11 @@ def asked(
     [
         ("smolvlm", 2, [[3, "i", 2, "i", 5]] * 2, 3),
         ("qwen2_5_vl", 3, VIDEO, 4),
-        ("qwen3_5", 3, [[3, "i", 2, "v", 5]], 4),
-        ("gemma3", 3, MANY[:1], 2),
-        ("paligemma", 3, MANY[:1], 2),
+        *long(
+            ("qwen3_5", 3, [[3, "i", 2, "v", 5]], 4),
+            ("gemma3", 3, MANY[:1], 2),
+            ("paligemma", 3, MANY[:1], 2),
+        ),
         ("audioflamingo3", 3, IN_A_ROW[:1], 3),
         *long(
             ("llava", 3, IN_A_ROW[:1], 3),

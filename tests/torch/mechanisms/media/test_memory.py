@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.cases import long
 from tests.torch.mechanisms.media.models import VIDEO, build
 
 SIDE = 4
@@ -61,7 +62,7 @@ def saved_bytes(mesh: DeviceMesh, kind: str, frames: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", [*long("qwen2_5_vl"), "qwen3_vl"])
 def test_a_rank_keeps_its_share_of_the_frames(pool, kind):
     """Of 24 more frames, beside what does not depend on them."""
 

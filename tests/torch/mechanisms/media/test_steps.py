@@ -109,8 +109,15 @@ def on_ring(mesh: DeviceMesh, kind: str, frozen: tuple[str, ...], options: Any) 
             ("vision_tower", "projector"),
             {"layers_per_checkpoint": 2, "offload": "activations"},
         ),
-        ("qwen2_5_vl", 2, (), {"checkpoint": "full", "feedforward_chunk_tokens": 4}),
-        *long(("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"})),
+        *long(
+            (
+                "qwen2_5_vl",
+                2,
+                (),
+                {"checkpoint": "full", "feedforward_chunk_tokens": 4},
+            ),
+            ("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"}),
+        ),
     ],
 )
 def test_steps_with_evaluation_between_equal_one_process(

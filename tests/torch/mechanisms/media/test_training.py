@@ -85,15 +85,17 @@ def close(found: Any, expected: Any, bound: float, real: Tensor | None = None) -
 CASES = [
     # kind, ranks, examples, layout, options
     ("llava", 2, ONE, "zigzag", {}),  # one rank without any image
-    ("llava-pixtral", 2, MANY, "zigzag", {}),
-    ("internvl", 3, MANY, "zigzag", {"layers_per_checkpoint": 2}),
-    ("smolvlm", 2, [[4, 8], [3, "i", 2]], "zigzag", {}),
-    ("llava_onevision", 3, VIDEOS, "zigzag", {}),
+    *long(
+        ("llava-pixtral", 2, MANY, "zigzag", {}),
+        ("internvl", 3, MANY, "zigzag", {"layers_per_checkpoint": 2}),
+        ("smolvlm", 2, [[4, 8], [3, "i", 2]], "zigzag", {}),
+        ("llava_onevision", 3, VIDEOS, "zigzag", {}),
+    ),
     ("qwen2_5_vl", 3, VIDEO, "striped", {"checkpoint": "full"}),
-    ("qwen3_vl", 3, VIDEOS, "zigzag", {}),
+    *long(("qwen3_vl", 3, VIDEOS, "zigzag", {})),
     ("gemma3", 2, IN_A_ROW, "zigzag", {}),
     ("paligemma", 2, NONE, "zigzag", {}),
-    ("qwen3_5", 2, VIDEOS, "zigzag", {"dtype": torch.float32}),
+    *long(("qwen3_5", 2, VIDEOS, "zigzag", {"dtype": torch.float32})),
     ("audioflamingo3", 4, MANY, "striped", {}),
     pytest.param(
         *("llama4", 3, MANY, "zigzag", {"dtype": torch.float32}),

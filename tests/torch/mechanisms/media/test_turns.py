@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.signed import file_digest, read_signed, signed
+from tests.cases import long
 from tests.torch.mechanisms.media.models import IMAGE, VIDEO, batch_of, build
 from tests.torch.mechanisms.media.test_generate import SETTINGS, padded_left, prompt
 
-KINDS = ["qwen2_5_vl", "qwen3_vl"]
+KINDS = [*long("qwen2_5_vl"), "qwen3_vl"]
 WORDS: dict[str, Any] = SETTINGS | {"suppress_tokens": [2, IMAGE, VIDEO]}
 LATER = torch.tensor([[7, 8, 9, 10]])
 

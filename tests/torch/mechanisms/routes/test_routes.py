@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import ringspan as rs
+from tests.cases import long
 from tests.torch import models
 from tests.torch.mechanisms.routes.cases import (
     EXPERTS,
@@ -19,21 +20,37 @@ from tests.torch.mechanisms.routes.cases import (
 )
 
 OPTIONS: Final = [
-    ("qwen3_moe", "rows", 2, {"checkpoint": "none"}),
+    *long(("qwen3_moe", "rows", 2, {"checkpoint": "none"})),
     (
         "qwen3_moe",
         "rows",
         3,
         {"checkpoint": "attention", "feedforward_chunk_tokens": 3},
     ),
-    ("qwen3_moe", "padded", 2, {"checkpoint": "full"}),
+    *long(("qwen3_moe", "padded", 2, {"checkpoint": "full"})),
     ("qwen3_moe", "packed", 2, {"checkpoint": "attention", "layout": "striped"}),
-    ("qwen3_moe", "rows", 2, {"checkpoint": "attention", "layers_per_checkpoint": 2}),
+    *long(
+        (
+            "qwen3_moe",
+            "rows",
+            2,
+            {"checkpoint": "attention", "layers_per_checkpoint": 2},
+        )
+    ),
     ("qwen3_moe", "rows", 2, {"folds": 2, "layout": "contiguous"}),
-    ("mixtral", "rows", 2, {"checkpoint": "full", "feedforward_chunk_tokens": 5}),
+    *long(
+        ("mixtral", "rows", 2, {"checkpoint": "full", "feedforward_chunk_tokens": 5})
+    ),
     ("gpt_oss", "rows", 2, {"checkpoint": "attention"}),
-    ("deepseek_v3", "rows", 2, {"checkpoint": "attention"}),
-    ("deepseek_v3", "padded", 1, {"checkpoint": "none", "feedforward_chunk_tokens": 0}),
+    *long(
+        ("deepseek_v3", "rows", 2, {"checkpoint": "attention"}),
+        (
+            "deepseek_v3",
+            "padded",
+            1,
+            {"checkpoint": "none", "feedforward_chunk_tokens": 0},
+        ),
+    ),
 ]
 
 

@@ -187,16 +187,20 @@ def test_any_tree_is_its_branches_as_separate_rows(
     ("kind", "tp", "changes", "options"),
     [
         ("gpt2", 1, {}, {"checkpoint": "full"}),
-        ("gemma2", 1, {}, {"route": "ulysses:2"}),
-        ("llama4_text", 1, {}, {}),
-        ("gpt_oss", 1, {}, {}),
-        ("mixtral", 1, {"num_local_experts": 4, "output_router_logits": True}, {}),
+        *long(
+            ("gemma2", 1, {}, {"route": "ulysses:2"}),
+            ("llama4_text", 1, {}, {}),
+            ("gpt_oss", 1, {}, {}),
+            ("mixtral", 1, {"num_local_experts": 4, "output_router_logits": True}, {}),
+        ),
         ("deepseek_v3", 1, {}, {"layers_per_checkpoint": 2}),
-        ("llama", 2, {"vocab_size": 98}, {"loss_chunk_vocabulary": 13}),
+        *long(("llama", 2, {"vocab_size": 98}, {"loss_chunk_vocabulary": 13})),
         ("qwen3_next", 1, {}, {}),
-        ("falcon_h1", 1, {}, {"checkpoint": "full", "layout": "balanced"}),
-        *long(("jamba", 1, {}, {"checkpoint": "none", "layout": "contiguous"})),
-        *long(("minimax", 1, {}, {"layers_per_checkpoint": 2})),
+        *long(
+            ("falcon_h1", 1, {}, {"checkpoint": "full", "layout": "balanced"}),
+            ("jamba", 1, {}, {"checkpoint": "none", "layout": "contiguous"}),
+            ("minimax", 1, {}, {"layers_per_checkpoint": 2}),
+        ),
     ],
 )
 def test_each_kind_of_layer_takes_trees(pool, kind, tp, changes, options):

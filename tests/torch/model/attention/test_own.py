@@ -21,11 +21,15 @@ from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
 @pytest.mark.parametrize(
     "kind",
     [
-        "roberta",  # a head of several layers; positions behind the rows for padding
+        *long(
+            "roberta",  # a head of several layers; positions behind the rows for padding
+        ),
         "bart",  # counts its positions itself
         "gpt_neo",  # attention in a method, with windows
-        "openai-gpt",  # with transposed keys, and layers that cannot be checkpointed
-        "falcon",  # one key head for all
+        *long(
+            "openai-gpt",  # with transposed keys, and layers that cannot be checkpointed
+            "falcon",  # one key head for all
+        ),
         "bloom",  # ALiBi
         *long(
             "kosmos-2.5:multimodal",  # a table that counts tokens itself, from the rows behind those for padding

@@ -20,7 +20,7 @@ import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.tensor_parallel.split import refuse_split
 from ringspan.torch.model.view import view_of
-from tests.cases import long
+from tests.cases import few
 from tests.torch.models import build, check, relative, step
 
 
@@ -110,7 +110,7 @@ def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
     step(model, mesh)
 
 
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("how", few(CHANGES, 2))
 def test_what_changes_weights_afterwards_is_refused(pool, how):
     for outcome in pool.outcomes(changed_afterwards, 2, how):
         assert isinstance(outcome, rs.UnsupportedError) and CHANGES[how][1] in str(
@@ -283,7 +283,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(
-    ("where", "after"), [*zip(PLACES, cycle([False, True])), ("lm_head", True)]
+    ("where", "after"), [*few(zip(PLACES, cycle([False, True])), 3), ("lm_head", True)]
 )
 def test_hooks_do_what_they_do_on_one_process(pool, where, after):
     loss, gradients = hooked(None, where, after)
@@ -352,7 +352,8 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
     return result
 
 
-@pytest.mark.parametrize("after", [*long(False), True], ids=["before", "after"])
+@pytest.mark.long
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
     check(
         pool.run(compiled_in_place, 1, after), step(build("llama", num_hidden_layers=1))

@@ -89,15 +89,15 @@ THREE = {"num_hidden_layers": 3}  # which one program serves
 @pytest.mark.parametrize(
     ("kind", "batches", "options", "changes", "graphs"),
     [
-        ("llama", [batch_of(n) for n in (37, 64, 80)], {}, THREE, 2),
         *long(
+            ("llama", [batch_of(n) for n in (37, 64, 80)], {}, THREE, 2),
             (
                 "llama",
                 [batch_of(37)],
                 {"checkpoint": "none", "layout": "striped"},
                 THREE,
                 1,
-            )
+            ),
         ),
         (
             "llama",

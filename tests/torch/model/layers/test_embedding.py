@@ -16,6 +16,7 @@ from ringspan.torch.model.layers.embedding import (
     embedding_gradient,
     sum_embedding_gradients,
 )
+from tests.cases import long
 from tests.torch.models import build, relative
 
 ROWS, SIZE, TOKENS = 37, 21, 100_003
@@ -123,9 +124,9 @@ class Ones(torch.autograd.Function):
 
 
 CASES = [
-    ("llama", 2, 1, {}),
+    *long(("llama", 2, 1, {})),
     ("llama-tied", 2, 1, {"compute_dtype": torch.bfloat16}),  # over float32 parameters
-    ("gemma3_text", 2, 1, {}),
+    *long(("gemma3_text", 2, 1, {})),
     ("llama-tied", 4, 2, {}),
 ]
 

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import ringspan as rs
 from ringspan.torch.model.layers.blockwise.blocks import RouterRecorder, run_in_blocks
 from ringspan.torch.model.layers.router_loss import RouterLoss
-from tests.cases import long
+from tests.cases import few, long
 from tests.every_model.tiny import tiny_model
 from tests.torch.models import build, close_by_name, relative, tokens, whole_gradients
 from tests.torch.test_parallelize import restarting
@@ -111,9 +111,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS[::4], *long(*(kind for kind in KINDS if kind not in KINDS[::4]))]
-)
+@pytest.mark.parametrize("kind", few(KINDS, 8))
 def test_the_auxiliary_loss_equals_that_of_one_process(pool, kind):
     if kind == "granitemoe" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("transformers 5.17 takes a number for a tensor there")
@@ -128,27 +126,31 @@ CASES = [
     # ranks, replicate, layout, micro-batches, padding, options
     (3, 1, "zigzag", 1, True, {}),
     (4, 2, "striped", 2, True, {"checkpoint": "none"}),
-    (2, 1, "contiguous", 3, False, {"checkpoint": "full"}),
+    *long((2, 1, "contiguous", 3, False, {"checkpoint": "full"})),
     (3, 1, "zigzag", 1, True, {"checkpoint": "full", "feedforward_chunk_tokens": 4}),
-    (
-        2,
-        1,
-        "zigzag",
-        1,
-        False,
-        {"feedforward_chunk_tokens": 7, "layers_per_checkpoint": 2},
-    ),
-    (
-        2,
-        1,
-        "zigzag",
-        1,
-        False,
-        {"feedforward_chunk_tokens": 0, "offload": "activations"},
+    *long(
+        (
+            2,
+            1,
+            "zigzag",
+            1,
+            False,
+            {"feedforward_chunk_tokens": 7, "layers_per_checkpoint": 2},
+        ),
+        (
+            2,
+            1,
+            "zigzag",
+            1,
+            False,
+            {"feedforward_chunk_tokens": 0, "offload": "activations"},
+        ),
     ),
     (3, 1, "striped", 1, False, {"documents": [[17, 20]]}),
-    (2, 1, "balanced", 1, False, {"documents": [[17, 20]]}),
-    (2, 1, "zigzag", 1, False, {"where": "config before"}),
+    *long(
+        (2, 1, "balanced", 1, False, {"documents": [[17, 20]]}),
+        (2, 1, "zigzag", 1, False, {"where": "config before"}),
+    ),
     (2, 1, "zigzag", 1, False, {"where": "config after"}),
 ]
 

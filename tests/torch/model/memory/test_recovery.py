@@ -7,6 +7,7 @@ import torch
 
 import ringspan as rs
 from ringspan.proof.float64 import in_float64_of
+from tests.cases import long
 from tests.torch.models import build, close_by_name, logged, tokens, whole_gradients
 
 
@@ -73,7 +74,7 @@ def on_ring(mesh, where, checkpoint):
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("checkpoint", [*long("none"), "full"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_loop_can_leave_out_a_micro_batch_that_raises(pool, where, checkpoint):
     alone = in_float64_of(build("llama"))
@@ -104,7 +105,7 @@ def without_sums(mesh, where):
     return lines, whole_gradients(model)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", [*long("forward"), "backward"])
 def test_unsummed_gradients_are_dropped_with_a_warning(pool, where):
     alone = in_float64_of(build("llama"))
     loss_of(alone, None, tokens(1, 33, seed=3)).backward()

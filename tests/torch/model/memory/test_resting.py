@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import ringspan as rs
+from tests.cases import long
 from tests.every_model.hybrids import hybrid_config
 from tests.torch.models import check, step, tokens
 
@@ -74,10 +75,13 @@ def trained(mesh, num_chosen, options, is_adapted):
 
 @pytest.mark.parametrize(
     "options",
-    [{"checkpoint": "none", "feedforward_chunk_tokens": 5}, {"checkpoint": "full"}],
+    [
+        {"checkpoint": "none", "feedforward_chunk_tokens": 5},
+        *long({"checkpoint": "full"}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("is_adapted", [False, True], ids=["plain", "LoRA"])
+@pytest.mark.parametrize("is_adapted", [False, *long(True)], ids=["plain", "LoRA"])
 @pytest.mark.parametrize("num_chosen", [1, 0], ids=["on one rank", "on no rank"])
 def test_experts_at_rest_are_trained_as_on_one_process(
     pool, num_chosen, options, is_adapted

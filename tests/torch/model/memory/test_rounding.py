@@ -18,6 +18,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.model.memory.adamw import HostAdamW, RoundingAdamW, rounded
 from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.job import build_optimizer
+from tests.cases import long
 from tests.torch.models import build, tokens
 
 
@@ -111,7 +112,8 @@ def run(mesh: DeviceMesh, settings: dict[str, Any], reload_after: int) -> list[T
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rounding": "stochastic"}, {"rounding": "master", "on_host": True}]
+    "settings",
+    [{"rounding": "stochastic"}, *long({"rounding": "master", "on_host": True})],
 )
 def test_replicas_round_equally_and_a_resumed_run_like_the_first(
     pool: Any, settings: dict[str, Any]

@@ -17,6 +17,7 @@ from ringspan.torch.engine.attention.handler import handled
 from ringspan.torch.model.memory import segments
 from ringspan.torch.model.memory.offload import Store
 from ringspan.torch.model.memory.segments import Segments, checkpointed
+from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
 LAYERS, SIZE = 7, 8
@@ -146,7 +147,7 @@ def deep_step(mesh: Any, kind: str, layers: int, options: dict[str, Any]) -> Any
     }, sizes
 
 
-@pytest.mark.parametrize(("size", "checkpoint"), [(2, "full"), (3, "attention")])
+@pytest.mark.parametrize(("size", "checkpoint"), [(2, "full"), *long((3, "attention"))])
 def test_segments_of_layers_that_fsdp_splits(pool, checkpoint, size):
     options = {"checkpoint": checkpoint, "layers_per_checkpoint": size}
     expected = pool.run(deep_step, 2, "llama", 5, {"checkpoint": "none"})

@@ -110,11 +110,8 @@ def trained(mesh, kind, how, options):
 
 CASES = [
     ("qwen3_moe", "trained", 2, 2, "attention"),
-    ("gpt_oss", "trained", 3, 3, "full"),
     ("deepseek_v3", "frozen", 2, 3, "full"),
-    ("glm4_moe", "LoRA", 2, 2, "full"),
     ("mixtral", "trained", 1, EXPERTS, "none"),
-    ("longcat_flash", "trained", 2, 2, "attention"),
     ("gpt_oss", "LoRA", 2, EXPERTS, "none"),
 ]
 ALL = product(
@@ -161,11 +158,13 @@ def trained_twice(mesh, kind, how, options):
     ("kind", "how", "ranks", "sizes", "options"),
     [
         ("qwen3_moe", "trained", 4, {"replicate": 2}, {"feedforward_chunk_tokens": 3}),
-        ("gpt_oss", "LoRA", 2, {}, {"feedforward_chunk_tokens": 2, "checkpoint": "full"}),
         ("deepseek_v3", "trained", 2, {}, {"layout": "contiguous", "folds": 2, "route": "all-gather"}),
-        ("mixtral", "trained", 2, {}, {"offload": "activations", "layers_per_checkpoint": 2}),
-        ("glm4_moe", "trained", 3, {}, {"compile": "aot_eager"}),
-        ("longcat_flash", "LoRA", 2, {}, {"checkpoint": "none", "expert_slices": 3}),
+        *long(
+            ("gpt_oss", "LoRA", 2, {}, {"feedforward_chunk_tokens": 2, "checkpoint": "full"}),
+            ("mixtral", "trained", 2, {}, {"offload": "activations", "layers_per_checkpoint": 2}),
+            ("glm4_moe", "trained", 3, {}, {"compile": "aot_eager"}),
+            ("longcat_flash", "LoRA", 2, {}, {"checkpoint": "none", "expert_slices": 3}),
+        ),
     ],
 )  # fmt: skip
 def test_slices_go_with_other_options_and_add_gradients(
@@ -242,7 +241,7 @@ def bytes_of_experts(model: Any) -> int:
     return sum(p.numel() * p.dtype.itemsize for name, p in named if ".experts." in name)
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "attention", "none"])
+@pytest.mark.parametrize("checkpoint", ["full", *long("attention", "none")])
 def test_three_slices_are_in_memory_and_no_more_bytes_are_sent(pool, checkpoint):
     [whole, *_] = pool.run(gathered, 2, 1, checkpoint)
     [found, *_] = pool.run(gathered, 2, 3, checkpoint)
@@ -263,7 +262,7 @@ def resting(mesh, num_chosen, how, slices):
     return loss, join_slices(gradients)
 
 
-@pytest.mark.parametrize("how", ["trained", "LoRA"])
+@pytest.mark.parametrize("how", ["trained", *long("LoRA")])
 @pytest.mark.parametrize("num_chosen", [1, 0], ids=["one token", "no token"])
 def test_experts_that_nobody_chooses_have_no_gradient(pool, num_chosen, how):
     model = model_with_zero_experts(num_chosen, is_adapted=how == "LoRA")
@@ -315,7 +314,7 @@ def saved_and_opened(mesh, folder, slices, how, expected):
     return {what: names for what, names in wrong.items() if names}
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(2, "trained"), (3, "LoRA")])
+@pytest.mark.parametrize(("ranks", "how"), [(2, "trained"), *long((3, "LoRA"))])
 def test_files_are_those_of_transformers(pool, tmp_path, ranks, how):
     expected = files_of(mixture("gpt_oss", how, wide=False))
     wrong = pool.run(saved_and_opened, ranks, tmp_path, 2, how, expected)
@@ -354,7 +353,7 @@ def stepped(mesh, folder, slices, *, resumes):
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        pytest.param((2, 2), (4, 2), id="other rings"),
+        pytest.param((2, 2), (4, 2), id="other rings", marks=pytest.mark.long),
         pytest.param((4, 3), (4, 2), id="other slices"),
         pytest.param((1, 1), (2, EXPERTS), id="from whole", marks=pytest.mark.long),
         pytest.param((2, 2), (1, 1), id="to whole", marks=pytest.mark.long),

@@ -73,9 +73,9 @@ CHANGES: dict[str, Callable[[Any], AbstractContextManager[Any] | None]] = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {"checkpoint": "attention"},
-    {"checkpoint": "full", "layers_per_checkpoint": 2},
-    {"folds": 2},
     *long(
+        {"checkpoint": "full", "layers_per_checkpoint": 2},
+        {"folds": 2},
         {"checkpoint": "none"},
         {"checkpoint": "full"},
         {"layers_per_checkpoint": 2},

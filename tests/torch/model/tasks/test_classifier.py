@@ -12,6 +12,7 @@ from transformers import (
 
 import ringspan as rs
 from ringspan.torch.model.saving import whole_weights
+from tests.cases import long
 from tests.torch.models import close_by_name, config, relative, whole
 
 PADDING = 7
@@ -86,9 +87,11 @@ def alone(kind: str, auto: Any, given: dict[str, Tensor]) -> Any:
     [
         ("llama", 2, 1, "right", {}),
         ("llama", 4, 2, "left", {}),
-        ("qwen3-window", 3, 1, "right", {"layout": "striped", "checkpoint": "none"}),
+        *long(
+            ("qwen3-window", 3, 1, "right", {"layout": "striped", "checkpoint": "none"})
+        ),
         ("gpt2", 2, 1, "right", {"layout": "contiguous"}),
-        ("gpt_oss", 2, 1, "right", {"layout": "balanced", "checkpoint": "full"}),
+        *long(("gpt_oss", 2, 1, "right", {"layout": "balanced", "checkpoint": "full"})),
     ],
 )
 def test_sequence_logits_and_gradients_equal_one_process(

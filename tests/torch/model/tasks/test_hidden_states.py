@@ -15,6 +15,7 @@ from transformers import (
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
+from tests.cases import long
 from tests.every_model.hybrids import hybrid_config
 from tests.torch.model.tasks.test_classifier import gradients
 from tests.torch.models import close_by_name, relative
@@ -122,8 +123,10 @@ def on_ring(
 CASES = [
     ("llama", True, 3, 1, "striped", 41, "none"),
     ("llama", False, 4, 2, "zigzag", 37, "full"),
-    ("mistral", True, 3, 1, "contiguous", 43, "attention"),
-    ("gemma3_text", True, 2, 1, "zigzag", 29, "attention"),
+    *long(
+        ("mistral", True, 3, 1, "contiguous", 43, "attention"),
+        ("gemma3_text", True, 2, 1, "zigzag", 29, "attention"),
+    ),
     ("gpt2", False, 2, 1, "zigzag", 29, "attention"),
 ]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 import ringspan as rs
 from ringspan.measure.machine import allocated_bytes
-from tests.cases import long
+from tests.cases import few, long
 from tests.torch.model.layers.blockwise.test_head import alter, halve
 from tests.torch.models import build, relative, tokens, whole_gradients
 from tests.torch.test_parallelize import restarting
@@ -272,7 +272,10 @@ MORE: list[tuple[Any, ...]] = [
         "loss",
     ),
     [
-        *((*case, loss) for case, loss in zip(CASES, cycle(LOSSES), strict=False)),
+        *few(
+            ((*case, loss) for case, loss in zip(CASES, cycle(LOSSES), strict=False)),
+            3,
+        ),
         *long(
             *((*case, loss) for case, loss in zip(MORE, cycle(LOSSES), strict=False))
         ),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import ringspan as rs
 from ringspan.torch.model.tensor_parallel.split import refuse_split
 from ringspan.train.run_folder.export import save_model
-from tests.cases import long
+from tests.cases import few, long
 from tests.torch.data.test_cross_entropy import CHUNKS, EXTRAS, example, whole
 from tests.torch.models import build, logged, relative, tokens
 from tests.torch.test_parallelize import check_steps, one_step, ring_step
@@ -29,7 +29,7 @@ BIASED = EVEN | {"attention_bias": True, "mlp_bias": True}
 SEGMENTS = {"checkpoint": "full", "layers_per_checkpoint": 2}
 CASES = [
     # kind, ranks, tp, replicate, layout, length, batch, accumulate, options
-    ("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
+    *long(("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN})),
     (
         "llama",
         4,
@@ -53,27 +53,29 @@ CASES = [
         1,
         {},
     ),
-    (
-        "llama-tied",
-        4,
-        2,
-        1,
-        "zigzag",
-        31,
-        1,
-        1,
-        {"changes": EVEN | {"pad_token_id": 60}, "loss_chunk_vocabulary": 20},
-    ),
-    (
-        "llama",
-        4,
-        2,
-        1,
-        "zigzag",
-        37,
-        1,
-        1,
-        {"changes": EVEN, "route": "ulysses", "documents": [[5, 20, 1, 11]]},
+    *long(
+        (
+            "llama-tied",
+            4,
+            2,
+            1,
+            "zigzag",
+            31,
+            1,
+            1,
+            {"changes": EVEN | {"pad_token_id": 60}, "loss_chunk_vocabulary": 20},
+        ),
+        (
+            "llama",
+            4,
+            2,
+            1,
+            "zigzag",
+            37,
+            1,
+            1,
+            {"changes": EVEN, "route": "ulysses", "documents": [[5, 20, 1, 11]]},
+        ),
     ),
     (
         "llama",
@@ -86,18 +88,18 @@ CASES = [
         2,
         {"changes": EVEN, "feedforward_chunk_tokens": 7},
     ),
-    (
-        "llama",
-        4,
-        4,
-        1,
-        "zigzag",
-        37,
-        1,
-        1,
-        {"changes": {"vocab_size": 96, "num_key_value_heads": 4}},
-    ),
     *long(
+        (
+            "llama",
+            4,
+            4,
+            1,
+            "zigzag",
+            37,
+            1,
+            1,
+            {"changes": {"vocab_size": 96, "num_key_value_heads": 4}},
+        ),
         ("gemma3_text", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
         (
             "qwen3",
@@ -248,7 +250,7 @@ def shared_loss(
     return loss.detach(), [d_hidden, *gathered], losses.detach()
 
 
-@pytest.mark.parametrize(("chunks", "extras"), [*zip(CHUNKS, EXTRAS, strict=True)])
+@pytest.mark.parametrize(("chunks", "extras"), few(zip(CHUNKS, EXTRAS, strict=True), 2))
 def test_ranks_that_share_the_vocabulary_get_the_whole_loss(pool, chunks, extras):
     chunk_tokens, chunk_vocabulary = chunks
     inputs, targets = example(torch.float64, vocabulary=100)

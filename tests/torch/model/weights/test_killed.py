@@ -44,11 +44,14 @@ def load_and_save(what: str, victim: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "victim", "doing"),
     [
-        ("load", 1, "loading the (model|weights)"),
-        *long(("save", 1, "saving the model")),
+        *long(
+            ("load", 1, "loading the (model|weights)"), ("save", 1, "saving the model")
+        ),
         ("save", 0, "saving the model"),
-        ("hand over", 1, "handing over weights"),
-        *long(("hand over", 0, "handing over weights")),
+        *long(
+            ("hand over", 1, "handing over weights"),
+            ("hand over", 0, "handing over weights"),
+        ),
     ],
 )
 def test_a_rank_that_dies_is_named_and_what_was_there_stays(

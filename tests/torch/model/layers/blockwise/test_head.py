@@ -16,7 +16,7 @@ from ringspan.torch.model.layers.blockwise.head import (
 )
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
-from tests.cases import pairwise
+from tests.cases import few, long, pairwise
 from tests.torch.data.test_cross_entropy import BOUNDS, EXTRAS, example, whole
 from tests.torch.models import build, check, relative, step, tokens
 
@@ -126,16 +126,19 @@ def one_step(kind: str, how: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "how", "replicate", "options"),
     [
-        *(
-            ("llama", how, 1, {"loss_chunk_tokens": 5})
-            for how in HOWS
-            if how not in ("hook", "subclass")
+        *few(
+            (
+                ("llama", how, 1, {"loss_chunk_tokens": 5})
+                for how in HOWS
+                if how not in ("hook", "subclass")
+            ),
+            3,
         ),
         ("gemma2", "hook", 1, {"checkpoint": "none"}),  # which has a softcap
-        ("granite", "adapted", 1, {"checkpoint": "none"}),  # and a scale
+        *long(("granite", "adapted", 1, {"checkpoint": "none"})),  # and a scale
         ("llama-tied", "subclass", 1, {"checkpoint": "none"}),
         # Each of two replicas has the same example: twice the sum over twice the count.
-        ("llama", "hook", 2, {}),
+        *long(("llama", "hook", 2, {})),
         ("llama", "adapted", 2, {}),
     ],
 )
