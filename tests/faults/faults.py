@@ -25,7 +25,7 @@ from ringspan.checkpoints.checkpoint import (
 from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running, newest_step
 from tests.faults.rows import Row
-from tests.faults.slow import quiet, slow_rank
+from tests.faults.slow import quiet, slow_link, slow_rank
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -545,7 +545,7 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
 
 FAULTS: dict[str, tuple[Callable[..., Row], int | None]] = {
     "kill": (kill, 20), "stop": (stop, 20), "term": (terminate, 20), "save": (kill_in_save, 100), "link": (cut_link, 5),
-    "trainer-save": (kill_in_async_save, 50), "slow-rank": (slow_rank, 3),
+    "trainer-save": (kill_in_async_save, 50), "slow-rank": (slow_rank, 5), "slow-link": (slow_link, 5),
     "quiet": (quiet, None),
     "worlds": (other_worlds, None), "clean": (clean_run, None), "cost": (cost, 20),
 }  # fmt: skip
