@@ -4,6 +4,7 @@ Needs Linux, root, iproute2 and util-linux; ``why_not`` names what is missing.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,12 @@ class Hosts:
     def cut(self, host: int = 1) -> None:
         """A host's link goes down; no side is told."""
         self._in(host, "ip", "link", "set", LINK, "down")
+
+    def terminate(self, host: int) -> None:
+        """Tell a host's torchrun to end, as a machine that is shut down does."""
+        outer = self.processes[host].pid
+        inside = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+        os.kill(int(inside[0]), signal.SIGTERM)
 
     def hold(self, host: int, rate: str) -> None:
         """Hold what a host sends to a rate."""
