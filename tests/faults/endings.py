@@ -123,14 +123,14 @@ def full_disk(parent: Path, times: int) -> Row:
         promise="the run goes on, says what is needed, and saves again; the checkpoint before loads; losses bit-equal",
     )
     # Steps enough for both the full disk and what comes after it.
-    steps = 400
+    steps = 120
     expected = uninterrupted(parent, steps).curve()
     outlasted = list[int]()
     for number in range(times):
         is_beside = number % 2 == 0
         job = Job(parent, f"full-{number}", steps=steps, checkpoints=_saving(is_beside))
         job.run.mkdir()
-        namespaces.run("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(job.run))
+        namespaces.run("mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(job.run))
         try:
             is_kept, steps_on, code = _fill_and_free(job.start())
             outlasted.append(steps_on)
