@@ -334,12 +334,12 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     ),
     "lost-node": lambda figures: (
         f"named after {_spread(figures['named_after_seconds'])}, with a time-out of {figures['timeout_seconds']:g} s; "
-        f"the others gone after {_spread(figures['others_gone_seconds'])}; two hosts went on, losses within "
-        f"{figures['largest_relative_difference']:.1e}"
+        f"the others gone after {_spread(figures['others_gone_seconds'])}; two hosts went on, bit for bit as "
+        "two ranks of one host do"
     ),
     "spot": lambda figures: (
-        f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; one host went on, losses within "
-        f"{figures['largest_relative_difference']:.1e}"
+        f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; one host went on, bit for bit as one "
+        "rank does"
     ),
     "full-disk": lambda _: (
         "the run went on and saved again once there was room; the checkpoint before stayed; losses bit-equal"

@@ -62,7 +62,7 @@ def test_a_container_that_is_taken_back_saves(file, monkeypatch, code, is_interr
     assert process.signals == [signal.SIGTERM] * is_interrupted
 
 
-def test_a_run_that_fails_fails_the_function_which_is_called_again(file, monkeypatch):
+def test_a_run_that_fails_fails_the_function(file, monkeypatch):
     monkeypatch.setattr(file.subprocess, "Popen", lambda _: Process(1, False))
     with pytest.raises(RuntimeError, match="exit code 1"):
         file.train()

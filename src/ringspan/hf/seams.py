@@ -70,6 +70,7 @@ class TrainerSeams(_Trainer):
         save: Any = super()._save_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
         if not self.ring.async_save:
             save(model, trial)
+            self.meet_after_save()
             return
         run = Path(self._get_output_dir(trial=trial))
         self.begin_save(run, lambda: save(model, trial))

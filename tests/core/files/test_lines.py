@@ -26,7 +26,7 @@ class Disk:
         pass
 
 
-def test_lines_that_find_no_room_are_written_later_and_noticed_once(
+def test_lines_that_find_no_room_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     disk = Disk(room=5)

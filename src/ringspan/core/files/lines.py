@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 class Lines:
-    """Lines appended to a file, each at once; those for which there is no room are kept, and written when there is."""
+    """Lines appended to a file, each at once; a line that finds no room is kept, and written when there is some."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._kept, self._has_failed = path, b"", False

@@ -82,7 +82,7 @@ def test_what_is_fast_again_is_said_and_can_be_slow_again():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_slow_rank_and_any_slow_link_are_named_alone_among_noise(seed):
+def test_any_slow_rank_and_link_are_named_in_noise(seed):
     """Steps of which other processes lengthen two in five: drawn sizes, ranks, factors and links."""
     draw = random.Random(seed)
     ranks = draw.randint(2, 12)

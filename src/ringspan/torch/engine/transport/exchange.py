@@ -22,7 +22,8 @@ from ringspan.torch.engine.transport.queue import Expected, OutOfStepError, Shar
 class TransferRecord:
     """Messages of one post: which ranks of the group get one, and when all had arrived that came from others.
 
-    ``arrivals``: senders of single messages, with the moments when the waits for these ended, in their order.
+    ``arrivals``: senders of single messages, with the moments when the waits for these ended, in their order;
+    ``thread_seconds``: of this thread's CPU time while it waited.
     """
 
     hop: int
@@ -35,7 +36,7 @@ class TransferRecord:
     waited: Moment | None = None
     arrived: Moment | None = None
     arrivals: list[tuple[int, Moment]] = field(default_factory=list)
-    thread_seconds: float = 0.0  # of this thread's CPU time while it waited
+    thread_seconds: float = 0.0
 
     def note_arrival(self, sender: int) -> None:
         self.arrivals.append((sender, now(self.device)))

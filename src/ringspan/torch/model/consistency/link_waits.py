@@ -1,4 +1,4 @@
-"""Waits for which a link is to blame: the receiver waited although its message had been sent.
+"""Waits that a link causes: the receiver waited although its message had been sent.
 
 The k-th message of a number that one rank sends to another is the k-th of that number that the other receives. Both
 note moments of their own clocks, so these are compared first: two ranks leave a gather only after both have entered it.
@@ -14,7 +14,7 @@ from typing import Final
 from ringspan.torch.engine.transport.clock import Moment
 from ringspan.torch.engine.transport.exchange import TransferRecord
 
-# Seconds by which a second of two clocks may differ.
+# Largest difference of two clocks after a second, in seconds.
 _DRIFT: Final = 1e-4
 
 Key = tuple[int, int]
@@ -78,7 +78,7 @@ def waits_by_sender(
 
 @dataclass
 class ClockBounds:
-    """How far other ranks' clocks are ahead of this one's, from gathers: (from, to) in seconds, by rank."""
+    """Bounds of how far other ranks' clocks are ahead of this one's, from gathers: (from, to) in seconds, by rank."""
 
     _bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
     _as_of: float = 0.0

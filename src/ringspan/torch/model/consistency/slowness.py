@@ -38,7 +38,7 @@ class RankTimes:
 
 @dataclass
 class _Suspicion:
-    """Something that may be slow: its slow windows in a row, and, once it is named, those in which it was not."""
+    """Something that may be slow: its slow windows in a row, and, once it is named, its other windows since."""
 
     since: int
     windows: int = 0
@@ -146,7 +146,7 @@ def slow_ranks(times: Sequence[RankTimes]) -> dict[int, tuple[float, float]]:
 def slow_links(
     waits: Mapping[Link, float], hosts: Sequence[str], step_seconds: float
 ) -> dict[Link, tuple[float, float]]:
-    """Return, by link, the seconds of a step that its receiver waits, and those of the median link.
+    """Return, by link, the seconds of a step that its receiver waits, and the median link's.
 
     A link between hosts is compared with others between hosts, one within a host with others within hosts.
     """

@@ -50,7 +50,7 @@ _CLOCK_ROUNDS: Final = 8
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step was on this rank."""
+    """Figures and messages of a step on this rank."""
 
     times: RankTimes
     messages: Messages
