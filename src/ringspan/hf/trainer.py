@@ -362,10 +362,6 @@ class RingTrainerMixin(TrainerSeams):
                 self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER)
             )
 
-    def meet_after_save(self) -> None:
-        """Wait until the first rank has finished a checkpoint, before callbacks hear of it on any."""
-        check_call(self.ring_mesh, Call("saving a checkpoint"))
-
     def begin_save(self, run: Path, collect: Callable[[], None]) -> None:
         """Collect a checkpoint by Trainer's own methods, and write it into the run's folder during training."""
         self.control = self.finish_save(self.control)
