@@ -333,6 +333,26 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
         f"each host names the other after {_spread(figures['named_after_seconds'])}, "
         f"with a time-out of {figures['timeout_seconds']:g} s; losses bit-equal after a restart"
     ),
+    "lost-node": lambda figures: (
+        f"named after {_spread(figures['named_after_seconds'])}, with a time-out of {figures['timeout_seconds']:g} s; "
+        f"the others gone after {_spread(figures['others_gone_seconds'])}; two hosts went on, bit for bit as "
+        "two ranks of one host do"
+    ),
+    "spot": lambda figures: (
+        f"saved and gone after {_spread(figures['saved_and_gone_seconds'])}; one host went on, bit for bit as one "
+        "rank does"
+    ),
+    "full-disk": lambda _: (
+        "the run went on and saved again once there was room; the checkpoint before stayed; losses bit-equal"
+    ),
+    "stall": lambda _: "no rank was ended; the run went on after it; losses bit-equal",
+    "slow-rank": lambda figures: (
+        f"named after at most {max(figures['named_after_steps'])} steps, and nobody else"
+    ),
+    "slow-link": lambda figures: (
+        f"named after at most {max(figures['named_after_steps'])} steps, and nothing else"
+    ),
+    "quiet": lambda _: "nobody was named",
     "worlds": lambda figures: (
         f"the next {figures['losses']} losses within {max(figures['largest_relative_difference'].values()):.1e}"
     ),

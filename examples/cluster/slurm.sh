@@ -25,6 +25,8 @@ latest() { cat "$run/checkpoints/latest" 2>/dev/null || true; }
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # What torchrun gives its ranks to save in, before it kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
+# The last calls of every rank, which the watchdog writes into the run's folder when it ends the run.
+export TORCH_FR_BUFFER_SIZE=2000
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 before=$(latest)

@@ -10,8 +10,8 @@ started=()
 trap 'kill "${started[@]}" 2> /dev/null || true' EXIT INT TERM
 for rank in "${!nodes[@]}"; do
     # A terminal (-tt) ends the ranks when this script ends.
-    ssh -tt "${nodes[rank]}" cd "$(printf %q "$PWD")" "&&" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun \
-        --nnodes "${#nodes[@]}" --node-rank "$rank" --nproc-per-node "$gpus" --max-restarts 3 \
+    ssh -tt "${nodes[rank]}" cd "$(printf %q "$PWD")" "&&" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+        TORCH_FR_BUFFER_SIZE=2000 torchrun --nnodes "${#nodes[@]}" --node-rank "$rank" --nproc-per-node "$gpus" --max-restarts 3 \
         --master-addr "$head" --master-port 29500 -m ringspan train "$(printf '%q ' "$@")" < /dev/null &
     started+=($!)
 done

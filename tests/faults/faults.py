@@ -22,32 +22,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ringspan.checkpoints.checkpoint import (
     Checkpoints,
 )
+from tests.faults.endings import full_disk, lost_node, spot_machine, stalled_disk
 from tests.faults.hosts import Hosts
-from tests.faults.job import Job, is_running, newest_step
-from tests.faults.rows import Row
-from tests.faults.slow import quiet, slow_rank
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return (
-        {
-            "median": round(statistics.median(values), 3),
-            "largest": round(max(values), 3),
-        }
-        if values
-        else {}
-    )
-
-
-def uninterrupted(parent: Path, steps: int, nproc: int = 2, **options: Any) -> Job:
-    """A run that nothing happens to, finished; made once in a folder."""
-    job = Job(
-        parent, f"uninterrupted-{steps}-{nproc}", nproc=nproc, steps=steps, **options
-    )
-    if not (job.run / "model").exists():
-        code = job.start().wait(600)
-        assert code == 0, job.tail()
-    return job
+from tests.faults.job import Job, is_running, newest_step, uninterrupted
+from tests.faults.rows import Row, spread
+from tests.faults.slow import quiet, slow_link, slow_rank
 
 
 def kill(parent: Path, times: int, seed: int = 0) -> Row:
@@ -545,7 +524,8 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
 
 FAULTS: dict[str, tuple[Callable[..., Row], int | None]] = {
     "kill": (kill, 20), "stop": (stop, 20), "term": (terminate, 20), "save": (kill_in_save, 100), "link": (cut_link, 5),
-    "trainer-save": (kill_in_async_save, 50), "slow-rank": (slow_rank, 3),
+    "lost-node": (lost_node, 5), "spot": (spot_machine, 4), "full-disk": (full_disk, 4), "stall": (stalled_disk, 2),
+    "trainer-save": (kill_in_async_save, 50), "slow-rank": (slow_rank, 5), "slow-link": (slow_link, 5),
     "quiet": (quiet, None),
     "worlds": (other_worlds, None), "clean": (clean_run, None), "cost": (cost, 20),
 }  # fmt: skip

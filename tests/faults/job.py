@@ -76,6 +76,7 @@ class Job:
         min_seconds: float = 3.0,
         silence_seconds: float = 60.0,
         optimizer: str = "",
+        checkpoints: str = "",
     ) -> None:
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
         self.config = parent / f"{name}.toml"
@@ -83,6 +84,7 @@ class Job:
             write_text(parent)
         self.config.write_text(
             f"{training_file(parent, name, steps)}{optimizer}\n[checkpoints]\nevery_steps = {every_steps}\nkeep = 9\n"
+            f"{checkpoints}"
             f"[watchdog]\nmin_seconds = {min_seconds}\nsilence_seconds = {silence_seconds}\n"
         )
         self.pids = self.config.with_suffix(".pids")
@@ -178,6 +180,17 @@ class Job:
 
     def newest(self) -> int:
         return newest_step(self.run / "checkpoints")
+
+
+def uninterrupted(parent: Path, steps: int, nproc: int = 2, **options: Any) -> Job:
+    """A run that nothing happens to, finished; made once in a folder."""
+    job = Job(
+        parent, f"uninterrupted-{steps}-{nproc}", nproc=nproc, steps=steps, **options
+    )
+    if not (job.run / "model").exists():
+        code = job.start().wait(600)
+        assert code == 0, job.tail()
+    return job
 
 
 def newest_step(checkpoints: Path) -> int:

@@ -1,5 +1,7 @@
 """The row of figures that a fault returns."""
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,3 +22,14 @@ class Row:
         self.passed += passed
         if not passed:
             self.failures.append(why)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return (
+        {
+            "median": round(statistics.median(values), 3),
+            "largest": round(max(values), 3),
+        }
+        if values
+        else {}
+    )

@@ -1,6 +1,7 @@
 """A bounded part of the faults; ``make faults`` runs all of them, many times, and holds their times to the promises."""
 
 import os
+import pickle
 import random
 import signal
 
@@ -17,8 +18,9 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path):
+def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path, monkeypatch):
     """One job: a rank is killed, then one is stopped, then the launcher gets SIGTERM; each is named, and it resumes."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
     timeout = 3.0
     whole, job = (
         Job(
@@ -32,6 +34,7 @@ def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path):
     try:
         named, *_ = faults.kill_rank(job, 0, row, generator)
         assert named, row.failures
+        check_calls(job, attempt=0)
         named, _ = faults.stop_rank(job, 1, row, generator, timeout)
         assert named, row.failures
         job.pid(1, attempt=2)
@@ -43,6 +46,15 @@ def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path):
         job.end()
     launch(train_rank, 2, load_config(job.config), threads=1)
     assert job.curve() == whole.curve() and len(job.curve()) == 60
+
+
+def check_calls(job, attempt):
+    """The rank that ended by itself has left what torch's flight recorder had, and says where."""
+    [path] = job.run.rglob(f"calls-attempt-{attempt}-rank-*")
+    calls = pickle.loads(path.read_bytes())
+    names = [entry["profiling_name"] for entry in calls["entries"]]
+    assert len(names) == 50 and "gloo:all_reduce" in names, names
+    assert f"last calls in {path}" in job.text()
 
 
 def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
@@ -64,3 +76,39 @@ def test_two_hosts_name_each_other_when_their_link_is_cut(tmp_path):
     row = faults.cut_link(tmp_path, 1)
     assert row.tries == 1 and row.figures["exit_codes"] == [0, 0], row.failures
     assert row.figures["losses_bit_equal"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("name", ["lost-node", "spot"])
+def test_a_run_goes_on_with_fewer_hosts(tmp_path, name):
+    strike, _ = faults.FAULTS[name]
+    row = strike(tmp_path, 1)
+    assert row.passed == row.tries == 1, row.failures
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_run_outlasts_a_full_disk(tmp_path):
+    row = faults.full_disk(tmp_path, 2)
+    assert row.passed == row.tries == 2, row.failures
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_outlasts_a_file_system_that_stalls(tmp_path):
+    """For longer than the watchdog's time-out of a step, 3 s."""
+    row = faults.stalled_disk(tmp_path, 2, stall_seconds=6)
+    assert row.passed == row.tries == 2, row.failures
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["slow-rank", "slow-link"])
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_slow_rank_and_a_slow_link_are_named(tmp_path, name):
+    strike, _ = faults.FAULTS[name]
+    row = strike(tmp_path, 1)
+    assert row.passed == row.tries == 1, row.failures

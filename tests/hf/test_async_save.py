@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from ringspan.checkpoints import folder as folders
 from ringspan.core.errors import CheckpointError, UnsupportedError
@@ -30,15 +31,11 @@ OPTIONS = {
 class Seen(TrainerCallback):
     """Return the steps whose checkpoints are complete when ``on_save`` comes, in which step of the run."""
 
-    def __init__(self, *, on_all_ranks: bool) -> None:
+    def __init__(self) -> None:
         self.steps: list[int] = []
-        self.on_all_ranks = on_all_ranks
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(state.global_step)
-        # A trainer that waits calls other ranks while the first still writes.
-        if not (self.on_all_ranks or args.should_save):
-            return
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         at = json.loads((folder / "trainer_state.json").read_text())["global_step"]
         load_file(folder / "model.safetensors")
@@ -52,7 +49,7 @@ def best_at(step: int) -> Any:
 
 
 def run_to_the_end(mesh: Any, folder: str, ring: dict[str, Any]) -> Any:
-    seen = Seen(on_all_ranks=bool(ring))
+    seen = Seen()
     own = {"callbacks": [seen], "compute_metrics": best_at(1)}
     trainer = plain(mesh, "llama", ring, folder, OPTIONS | own)
     trainer.train()
@@ -77,6 +74,25 @@ def test_checkpoints_best_model_and_callbacks_keep_their_meaning(world, tmp_path
     best = json.loads((other / "trainer_state.json").read_text())
     assert best["best_model_checkpoint"] == str(tmp_path / "beside" / "checkpoint-1")
     assert not [path for path in other.parent.iterdir() if "ringspan" in path.name]
+
+
+def first_rank_is_slow(mesh: Any, folder: str) -> list[int]:
+    """A run whose first rank takes long to write the trainer's state, which is the last file of a checkpoint."""
+    save = TrainerState.save_to_json
+
+    def slow(state: TrainerState, path: str) -> None:
+        time.sleep(0.3)
+        save(state, path)
+
+    seen = Seen()
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with mock.patch.object(TrainerState, "save_to_json", slow):
+        plain(mesh, "llama", {}, folder, options | {"callbacks": [seen]}).train()
+    return seen.steps
+
+
+def test_on_save_comes_on_all_ranks_when_the_first_has_written(world, tmp_path):
+    assert world(2).run(first_rank_is_slow, 2, str(tmp_path)) == [[1, 2]] * 2
 
 
 def contents(folder: Path) -> dict[str, Any]:

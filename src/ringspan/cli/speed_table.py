@@ -10,6 +10,7 @@ from ringspan.core.messages.extras import installed, remedy
 
 _FILE = "speed.jsonl"
 _PICTURE = "speed.svg"
+_MOST_LINKS = 8
 
 
 def read_speed(run: Path) -> tuple[list[str], list[dict[str, Any]]]:
@@ -57,11 +58,12 @@ def show_speed(run: Path, **others: object) -> None:
     ]
     title = f"step {last['step']}, of {last['step_seconds']:.3g} s"
     table(out, title, ("rank", "host", "computes, s", "waits, s"), rows, numbers=2)
+    _show_links(last.get("links", []), hosts)
     lines = [line for entry in entries for line in entry["lines"]]
     for line in lines:
         paragraph(out, line, first="! ", style="yellow")
     if not lines:
-        paragraph(out, "no rank is slow")
+        paragraph(out, "no rank or link is slow")
     if not installed("matplotlib"):
         paragraph(out, f"no picture: it needs {remedy('matplotlib')}")
         return
@@ -70,3 +72,20 @@ def show_speed(run: Path, **others: object) -> None:
     picture = run / _PICTURE
     reason = draw_speed(entries, hosts, picture)
     paragraph(out, f"no picture: {reason}" if reason else f"picture  {picture}")
+
+
+def _show_links(links: list[tuple[int, int, float]], hosts: list[str]) -> None:
+    """Print the links that receivers wait for most."""
+    rows = [
+        (
+            f"rank {sender} ({hosts[sender]})",
+            f"rank {receiver} ({hosts[receiver]})",
+            f"{wait:.3g}",
+        )
+        for sender, receiver, wait in sorted(links, key=lambda link: -link[2])
+    ]
+    if rows:
+        title = "waits for what was already sent"
+        table(
+            console(), title, ("from", "to", "waits, s"), rows[:_MOST_LINKS], numbers=1
+        )

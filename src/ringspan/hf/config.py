@@ -36,8 +36,8 @@ class RingConfig(StepConfig):
             Experts' weights come from the live scores.
         async_save: write checkpoints of a trainer during its steps, from a copy in host memory. ``on_save`` is called
             when a checkpoint is complete, with the state of its step.
-        watch_speed: name a rank that computes much slower than the others, in a line and in
-            ``<output_dir>/speed.jsonl``, with figures in the logs.
+        watch_speed: name a rank that computes much slower than the others, or a slow link between ranks, in a line and
+            in ``<output_dir>/speed.jsonl``, with figures in the logs.
         prove: before the first step, prove a small model like this one exact with these options (``ringspan.prove``);
             rank 0 logs the verdict and its seconds, and a difference raises.
 

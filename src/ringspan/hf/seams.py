@@ -19,6 +19,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.hf.progress import load_adapter, random_state_folder
 from ringspan.hf.rollouts import of_first, rollout_of_replica
 from ringspan.hf.routes import begin_routes
+from ringspan.torch.model.consistency.calls import Call, check_call
 
 if TYPE_CHECKING:
 
@@ -70,6 +71,8 @@ class TrainerSeams(_Trainer):
         save: Any = super()._save_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
         if not self.ring.async_save:
             save(model, trial)
+            # Callbacks on other ranks hear of a checkpoint that the first rank has finished.
+            check_call(self.ring_mesh, Call("saving a checkpoint"))
             return
         run = Path(self._get_output_dir(trial=trial))
         self.begin_save(run, lambda: save(model, trial))

@@ -1,4 +1,4 @@
-"""A trainer's watch for a slow rank."""
+"""A trainer's watch for a slow rank or link."""
 
 import logging
 from pathlib import Path

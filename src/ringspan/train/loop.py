@@ -188,9 +188,9 @@ class _Run:
         self._loss = metrics.loss
         compared = self._speed.step(self._step) if self._speed else None
         if self._writer:
-            self._writer.step(metrics)
+            self._notice(self._writer.step(metrics))
             if compared is not None:
-                self._writer.speed(self._step, compared)
+                self._notice(self._writer.speed(self._step, compared))
             self._observer.stepped(metrics)
         is_last = self._step == self._config.steps
         is_due = is_last or self._is_due(self._config.evaluation.every_steps)
@@ -239,7 +239,7 @@ class _Run:
         self._eval_loss = evaluate(self._job, sequences)
         self._eval_step = self._step
         if self._writer:
-            self._writer.evaluation(self._step, self._eval_loss)
+            self._notice(self._writer.evaluation(self._step, self._eval_loss))
             self._observer.evaluated(self._step, self._eval_loss)
 
     def _save(self, *, wait: bool) -> None:

@@ -3,10 +3,12 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ringspan.core.files.lines import Lines
 from ringspan.core.messages.extras import installed, remedy
 
 
@@ -27,7 +29,10 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writer of ``metrics.jsonl``, flushed per line, and of TensorBoard events if installed."""
+    """Writer of ``metrics.jsonl``, flushed per line, and of TensorBoard events if installed.
+
+    A full disk stops neither this nor the run: each method that writes returns a notice when it begins to fail.
+    """
 
     notice: str | None = None  # notice of what is not written, and how to enable it
 
@@ -54,42 +59,52 @@ class MetricsWriter:
         scratch = self._path.with_suffix(".tmp")
         scratch.write_bytes(kept)
         scratch.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._lines = Lines(self._path)
 
     def rewind(self, after_step: int) -> None:
-        self._file.close()
+        self._lines.close()
         self._open(after_step)
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics) -> str | None:
         values = asdict(metrics)
-        self._write(
+        return self._write(
             metrics.step,
             {name: value for name, value in values.items() if value is not None},
         )
 
-    def evaluation(self, step: int, loss: float) -> None:
-        self._write(step, {"step": step, "eval_loss": loss})
+    def evaluation(self, step: int, loss: float) -> str | None:
+        return self._write(step, {"step": step, "eval_loss": loss})
 
-    def speed(self, step: int, compared: dict[str, float]) -> None:
+    def speed(self, step: int, compared: dict[str, float]) -> str | None:
         """Write what a window of steps says of the ranks' speed."""
-        self._write(step, {"step": step, **compared})
+        return self._write(step, {"step": step, **compared})
 
     def close(self) -> None:
-        self._file.close()
-        if self._board:
-            self._board.close()
+        self._lines.close()
+        self._end_board()
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
+    def _write(self, step: int, values: dict[str, Any]) -> str | None:
         # A step that was not finite is null: NaN is not JSON.
         values = {
             name: value if math.isfinite(value) else None
             for name, value in values.items()
         }
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if self._board and name != "step" and value is not None:
-                self._board.add_scalar(name, value, step)
+        notice = self._lines.add(json.dumps(values))
+        try:
+            for name, value in values.items():
+                if self._board and name != "step" and value is not None:
+                    self._board.add_scalar(name, value, step)
+        # TensorBoard's own thread has failed to write earlier values.
+        except OSError as error:
+            self._end_board()
+            return notice or f"TensorBoard files are no longer written: {error}"
+        return notice
+
+    def _end_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            with suppress(OSError):
+                board.close()
 
 
 def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:

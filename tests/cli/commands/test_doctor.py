@@ -167,10 +167,17 @@ def test_watch_shows_and_draws_the_ranks_of_a_run(monkeypatch, capsys, tmp_path)
     watched(
         tmp_path,
         {"step": 5, "compute_seconds": [0.2, 0.2], "lines": []} | window,
-        {"step": 10, "compute_seconds": [0.2, 0.4], "lines": [named]} | window,
+        {
+            "step": 10,
+            "compute_seconds": [0.2, 0.4],
+            "links": [[0, 1, 0.01], [1, 0, 0.625]],
+            "lines": [named],
+        }
+        | window,
     )
     text = printed(monkeypatch, capsys, "doctor", "--watch", str(tmp_path))
     assert "step 10, of 1 s" in text and "0.4" in text
+    assert text.index("0.625") < text.index("0.01")
     assert named in " ".join(text.split())
     assert "rank 1 (b)" in (tmp_path / "speed.svg").read_text()
 

@@ -297,7 +297,7 @@ class TrainConfig(Table):
     profile: bool = False
     """Draw memory and hops of the first three steps, in the folder profile of the run; slows the first two."""
     watch_speed: bool = False
-    """Name a rank that computes much slower than the others, while the run continues."""
+    """Name a rank that computes much slower than the others, or a slow link between ranks, while the run continues."""
     model: ModelConfig
     """The model, its weights and its tokenizer."""
     data: DataConfig

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Final
 
@@ -20,24 +20,41 @@ from ringspan.torch.engine.transport.queue import Expected, OutOfStepError, Shar
 
 @dataclass
 class TransferRecord:
+    """Messages of one post: which ranks of the group get one, and when all had arrived that came from others.
+
+    ``arrivals``: senders of single messages, with the moments when the waits for these ended, in their order;
+    ``thread_seconds``: of this thread's CPU time while it waited.
+    """
+
     hop: int
     is_gradient: bool
     sent_bytes: int
     received_bytes: int
     device: torch.device
     posted: Moment
+    sent_to: tuple[int, ...] = ()
     waited: Moment | None = None
     arrived: Moment | None = None
+    arrivals: list[tuple[int, Moment]] = field(default_factory=list)
+    thread_seconds: float = 0.0
+
+    def note_arrival(self, sender: int) -> None:
+        self.arrivals.append((sender, now(self.device)))
 
 
 @dataclass
 class HopRecord:
-    """Computation of one hop: source rank of its block, number of (query, key) pairs, begin and end."""
+    """Computation of one hop: source rank of its block, number of (query, key) pairs, begin and end.
+
+    ``waits``: transfers that were waited for within it; ``thread_seconds``: of this thread's CPU time.
+    """
 
     owner: int
     num_pairs: int
     started: Moment
     ended: Moment | None = None
+    waits: list[TransferRecord] = field(default_factory=list)
+    thread_seconds: float = 0.0
 
 
 @dataclass
@@ -98,9 +115,11 @@ def _recording(
     hops: list[HopRecord], owner: int, num_pairs: int, device: torch.device
 ) -> Iterator[None]:
     record = HopRecord(owner, num_pairs, now(device))
+    record.thread_seconds = -time.thread_time()
     hops.append(record)
     yield
     record.ended = now(device)
+    record.thread_seconds += time.thread_time()
 
 
 @dataclass(frozen=True)
@@ -155,14 +174,16 @@ class Transfer:
         sends: Sequence[Tensor],
         record: TransferRecord | None = None,
         receive: Callable[[], None] | None = None,
+        senders: Sequence[int] = (),
     ) -> None:
-        """Let ``receive`` wait for shared-memory messages, instead of ``works``."""
+        """Let ``receive`` wait for shared-memory messages, instead of ``works``; ``senders``: of the first works."""
         self._works, self._sends, self._record, self._receive = (
             list(works),
             list(sends),
             record,
             receive,
         )
+        self._senders = senders
 
     def wait(self) -> None:
         """Block (on CUDA: make the current stream wait) until everything has arrived and been sent."""
@@ -170,13 +191,19 @@ class Transfer:
         record, self._record = self._record, None  # a transfer may be waited for again
         if record:
             record.waited = now(record.device)
-        for work in self._works:
+            record.thread_seconds = -time.thread_time()
+            if COUNTERS.hops and COUNTERS.hops[-1].ended is None:
+                COUNTERS.hops[-1].waits.append(record)
+        for number, work in enumerate(self._works):
             work.wait()
+            if record and number < len(self._senders):
+                record.note_arrival(self._senders[number])
         if self._receive:
             self._receive()
             self._receive = None
         if record:
             record.arrived = now(record.device)
+            record.thread_seconds += time.thread_time()
         # Sent tensors may be large, so they are freed even if the transfer is still held.
         self._works.clear()
         self._sends.clear()
@@ -236,22 +263,23 @@ class Exchange:
         assert self._group is not None or not (sends or receives), (
             "a single rank has nobody to talk to"
         )
+        sends = [(self._rank(peer), buffer) for peer, buffer in sends]
         pending = [
             self._pending(self._rank(peer), asked, message) for peer, asked in receives
         ]
         # Messages through shared memory need no request, so they are sent before the process group is asked.
         outgoing: list[tuple[int, Tensor]] = []
-        for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
+        for rank, buffer in sends:
             if queues := self._queues_with(rank, buffer.device):
                 queues.send(buffer, rank, self._tag + message)
             else:
                 outgoing.append((rank, buffer))
         # Receives come first: gloo requests a message on the connection that also carries the sends. A request after a
         # block would wait for that block, so that the two directions would take turns instead of overlapping.
+        by_group = [each for each in pending if not each.expected]
         operations = [
-            self._operation(dist.irecv, r.sender, r.read(), message)
-            for r in pending
-            if not r.expected
+            self._operation(dist.irecv, each.sender, each.read(), message)
+            for each in by_group
         ]
         operations += [
             self._operation(dist.isend, rank, buffer, message)
@@ -259,12 +287,12 @@ class Exchange:
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         kept = [buffer for _, buffer in outgoing]
-        return Transfer(
-            works,
-            kept,
-            note_post(sends, receives, message),
-            partial(self._receive, pending),
-        ), pending
+        # NCCL has one work for all messages of a post, which does not tell its senders apart.
+        are_single = len(works) == len(operations) or len(by_group) == 1
+        senders = [each.sender for each in by_group] if are_single else []
+        record = note_post(sends, receives, message)
+        receive = partial(self._receive, pending, record)
+        return Transfer(works, kept, record, receive, senders), pending
 
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
@@ -283,7 +311,9 @@ class Exchange:
             )
         return PendingReceive.of(rank, asked)
 
-    def _receive(self, pending: Sequence[PendingReceive]) -> None:
+    def _receive(
+        self, pending: Sequence[PendingReceive], record: TransferRecord | None
+    ) -> None:
         """Wait for shared-memory messages; raise PeerMismatch on every rank, or RuntimeError if a rank is gone."""
         for receive in pending:
             if receive.expected is None:
@@ -301,6 +331,8 @@ class Exchange:
             except OutOfStepError as error:
                 # Tell the other ranks, so that all raise and none waits for the time-out.
                 report_out_of_step(self._group, str(error))
+            if record:
+                record.note_arrival(receive.sender)
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
         return (
@@ -322,7 +354,7 @@ def note_post(
     receives: Sequence[tuple[int, TensorSpec | Tensor]],
     message: int,
 ) -> TransferRecord | None:
-    """Count a post; return its record, or None if records are off."""
+    """Count a post to ranks of the group; return its record, or None if records are off."""
     COUNTERS.num_posts += 1
     COUNTERS.hop = message // 2
     COUNTERS.num_sends += len(sends)
@@ -334,9 +366,9 @@ def note_post(
         sum(message.nbytes for _, message in each) for each in (sends, receives)
     )
     device = messages[0][1].device
-    COUNTERS.transfers.append(
-        TransferRecord(
-            message // 2, bool(message % 2), sent, received, device, now(device)
-        )
+    record = TransferRecord(
+        message // 2, bool(message % 2), sent, received, device, now(device)
     )
-    return COUNTERS.transfers[-1]
+    record.sent_to = tuple(rank for rank, _ in sends)
+    COUNTERS.transfers.append(record)
+    return record

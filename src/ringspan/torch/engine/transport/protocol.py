@@ -126,9 +126,10 @@ class FakeTransport:
             PendingReceive.of(self._rank(peer), asked) for peer, asked in receives
         ]
         wait = self._network.receive(pending, key) if pending else None
-        for peer, buffer in sends:
+        sends = [(self._rank(peer), buffer) for peer, buffer in sends]
+        for rank, buffer in sends:
             assert buffer.is_contiguous(), "messages are contiguous"
-            self._network.send(self._rank(peer), buffer, key)
+            self._network.send(rank, buffer, key)
         return Transfer(
             (),
             [buffer for _, buffer in sends],

@@ -1,17 +1,16 @@
-"""A slow rank, named during a run: hops and waits of every step, compared after a few.
+"""A slow rank or link, named during a run: hops and waits of every step, compared after a few.
 
-The ring's loop notes what a step computes and waits for: as times of the host on CPUs, as events on GPUs, which are
-read later without a synchronization. After each window of steps one small sum tells all ranks the figures of each. The
-least time of a window counts, and only who is slow in several windows in a row is named: other processes lengthen some
-steps, but hardly every one.
+The ring's loop notes what a step computes and waits for. What a hop computes is processor time on CPUs, so that other
+processes of the host do not count, and the time between events on GPUs, which are read later without a
+synchronization. After each window of steps the ranks of a ring gather when each message was posted, and all ranks what
+each has measured.
 """
 
 import json
 import socket
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.core.files.lines import Lines
 from ringspan.torch.engine.transport.clock import Moment, seconds
-from ringspan.torch.engine.transport.collectives import gather_over
+from ringspan.torch.engine.transport.collectives import gather, gather_over
 from ringspan.torch.engine.transport.exchange import (
     COUNTERS,
     HopRecord,
@@ -28,124 +28,64 @@ from ringspan.torch.engine.transport.exchange import (
     begin_records,
     end_records,
 )
+from ringspan.torch.model.consistency.link_waits import (
+    ClockBounds,
+    Messages,
+    machine,
+    messages_of,
+    waits_by_sender,
+)
+from ringspan.torch.model.consistency.slowness import (
+    WINDOW_STEPS,
+    Judge,
+    Link,
+    RankTimes,
+    typical_pair,
+)
 
 FILE: Final = "speed.jsonl"
-WINDOW_STEPS: Final = 5
-_WINDOWS: Final = 3  # in a row, before someone is named
-_SLOWER: Final = 1.25
-# Share of a step's time below which slowness is not worth a line.
-_LEAST_COMPUTE: Final = 0.03
+# Gathers at the start that compare clocks; the shortest bounds them best.
+_CLOCK_ROUNDS: Final = 8
 
 
 @dataclass(frozen=True)
-class RankTimes:
-    """Least seconds of a window's steps on one rank: of a (query, key) pair, of computing and waiting in hops."""
+class _Step:
+    """Figures and messages of a step on this rank."""
 
-    pair_seconds: float
-    compute_seconds: float
-    wait_seconds: float
-    step_seconds: float
-
-
-@dataclass
-class _Suspicion:
-    """A rank that may be slow: its slow windows in a row, and, once it is named, those in which it was not."""
-
-    since: int
-    windows: int = 0
-    is_named: bool = False
-    windows_without: int = 0
-
-
-@dataclass
-class Judge:
-    """Judge of who is slow, from the times of all ranks, window after window; the same on every rank.
-
-    ``hosts`` are by rank.
-    """
-
-    hosts: Sequence[str]
-    _ranks: dict[int, _Suspicion] = field(default_factory=dict)
-
-    def judge(self, first_step: int, times: Sequence[RankTimes]) -> list[str]:
-        """Take in a window that began with a step; return a line for each rank that is slow from now on."""
-        return self._settle(_slow_ranks(times), first_step)
-
-    def _settle(
-        self, found: dict[int, tuple[float, float]], first_step: int
-    ) -> list[str]:
-        """Count windows of those that were found and of those that are no longer; return what is worth a line."""
-        known, lines = self._ranks, list[str]()
-        for rank, figures in found.items():
-            each = known.setdefault(rank, _Suspicion(first_step))
-            each.windows, each.windows_without = each.windows + 1, 0
-            if each.windows >= _WINDOWS and not each.is_named:
-                each.is_named = True
-                lines.append(self._line(rank, each.since, figures))
-        for rank in [rank for rank in known if rank not in found]:
-            each = known[rank]
-            each.windows_without += 1
-            if not each.is_named:
-                del known[rank]
-            elif each.windows_without >= _WINDOWS:
-                del known[rank]
-                since = first_step - (_WINDOWS - 1) * WINDOW_STEPS
-                lines.append(self._line(rank, since, None))
-        return lines
-
-    def _line(self, rank: int, since: int, figures: tuple[float, float] | None) -> str:
-        name = f"rank {rank} ({self.hosts[rank]})"
-        if figures is None:
-            return f"{name} computes no longer than the others since step {since}"
-        ratio, lost = figures
-        return (
-            f"{name} computes {ratio:.1f} times as long as the median since step {since}; the others wait up to "
-            f"{lost:.2g} s a step for it"
-        )
-
-
-def _typical_pair(times: Sequence[RankTimes]) -> float:
-    """Return the median rank's seconds of a pair."""
-    return statistics.median_low([each.pair_seconds for each in times])
-
-
-def _slow_ranks(times: Sequence[RankTimes]) -> dict[int, tuple[float, float]]:
-    """Return, by rank, how many times as long it computes as the median, and how many seconds of a step that costs."""
-    typical = _typical_pair(times)
-    found: dict[int, tuple[float, float]] = {}
-    for rank, each in enumerate(times):
-        if typical <= 0 or each.pair_seconds < _SLOWER * typical:
-            continue
-        ratio = each.pair_seconds / typical
-        lost = each.compute_seconds * (1 - 1 / ratio)
-        if lost >= _LEAST_COMPUTE * each.step_seconds:
-            found[rank] = ratio, lost
-    return found
+    times: RankTimes
+    messages: Messages
 
 
 class SpeedWatch:
     """Times of this rank's steps, and all ranks' after each window. All ranks of the mesh make each call.
 
-    ``say`` gets a line when a rank is named, on the mesh's first rank, which also appends each window to a
+    ``say`` gets a line when a rank or link is named, on the mesh's first rank, which also appends each window to a
     file in ``folder``.
     """
 
     def __init__(
         self, mesh: DeviceMesh, folder: Path, say: Callable[[str], None]
     ) -> None:
-        """Tell all ranks the names of hosts; collective."""
+        """Tell all ranks the names of hosts, and compare clocks; collective."""
         self._mesh, self._say = mesh, say
-        self._place, hosts = _ranks_of(mesh), gather_over(mesh, _host())
-        self._is_first = dist.get_rank() == int(mesh.mesh.min())
-        by_rank = dict(zip(gather_over(mesh, dist.get_rank()), hosts, strict=True))
-        names = [by_rank[rank] for rank in self._place]
+        hosts = dict(gather_over(mesh, (dist.get_rank(), socket.gethostname())))
+        self._place = sorted(hosts)
+        names = [hosts[rank] for rank in self._place]
+        self._is_first = dist.get_rank() == self._place[0]
         self._judge = Judge(names)
-        self._file = folder / FILE
+        self._lines: Lines | None = None
         if self._is_first:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lines = Lines(folder / FILE)
             self._write({"hosts": names})
-        self._pending: list[tuple[float, list[TransferRecord], list[HopRecord]]] = []
-        self._steps: list[RankTimes] = []
+        self._ring = mesh.get_group("ring")
+        self._clocks = ClockBounds()
+        self._last_gather: tuple[float, float] | None = None
+        self._compare_clocks()
+        self._pending: list[
+            tuple[int, float, list[TransferRecord], list[HopRecord]]
+        ] = []
+        self._steps: dict[int, _Step] = {}
         self._began = time.perf_counter()
         self._has_begun = False
         # The latest window, for a trainer's own metrics.
@@ -158,54 +98,48 @@ class SpeedWatch:
         # The first step includes what only a first one does, and a profiler takes the records of its own steps.
         is_ours = COUNTERS.hops is self._hops
         if self._has_begun and is_ours and self._hops:
-            self._pending.append((now - self._began, self._transfers, self._hops))
-        self._start_records()
-        self._began, self._has_begun = now, True
+            taken = now - self._began
+            self._pending.append((step, taken, self._transfers, self._hops))
         self._read_finished()
-        return self._compare(step) if step % WINDOW_STEPS == 0 else None
+        compared = self._compare(step) if step % WINDOW_STEPS == 0 else None
+        self._start_records()
+        self._began, self._has_begun = time.perf_counter(), True
+        return compared
 
     def close(self) -> None:
         """Stop noting times."""
         end_records()
+        if self._lines is not None:
+            self._lines.close()
 
     def _start_records(self) -> None:
         self._transfers, self._hops = begin_records()
 
     def _read_finished(self) -> None:
         """Add up the times of steps whose work the device has finished."""
-        while self._pending and _are_finished(*self._pending[0][1:]):
-            step_seconds, transfers, hops = self._pending.pop(0)
-            wait = sum(
-                seconds(each.waited, each.arrived)
-                for each in transfers
-                if each.waited is not None and each.arrived is not None
-            )
-            done = [(h.started, h.ended, h.num_pairs) for h in hops if h.ended]
-            compute = sum(seconds(started, ended) for started, ended, _ in done)
-            pairs = sum(num_pairs for *_, num_pairs in done)
-            self._steps.append(
-                RankTimes(compute / max(1, pairs), compute, wait, step_seconds)
-            )
+        while self._pending and _are_finished(*self._pending[0][2:]):
+            step, taken, transfers, hops = self._pending.pop(0)
+            times = rank_times(taken, transfers, hops)
+            self._steps[step] = _Step(times, messages_of(transfers, self._on_host))
 
     def _compare(self, step: int) -> dict[str, float] | None:
-        """Sum every rank's least times over the mesh, and judge them."""
-        mine, self._steps = self._steps, []
-        values = [0.0] * 5
-        if mine:
-            least = [
-                min(each.pair_seconds for each in mine),
-                min(each.compute_seconds for each in mine),
-                min(each.wait_seconds for each in mine),
-                min(each.step_seconds for each in mine),
-            ]
-            values = [1.0, *least]
-        everyone = self._summed(values)
+        """Gather every rank's least times over the mesh, and judge them."""
+        mine, self._steps = self._steps, {}
+        waits = self._link_waits(mine)
+        figures = least_times([each.times for each in mine.values()])
+        gathered = gather_over(self._mesh, (dist.get_rank(), figures, waits))
+        gathered.sort(key=lambda each: each[0])
         # A device that is far behind, or a run that begins, has no times yet.
-        if not all(counted for counted, *_ in everyone):
+        if any(times is None for _, times, _ in gathered):
             return None
-        times = [RankTimes(*figures) for _, *figures in everyone]
-        lines = self._judge.judge(step - WINDOW_STEPS + 1, times)
-        self.metrics = _metrics(times)
+        times = [times for _, times, _ in gathered]
+        links: dict[Link, float] = {
+            (self._place.index(sender), receiver): wait
+            for receiver, (*_, each) in enumerate(gathered)
+            for sender, wait in each.items()
+        }
+        lines = self._judge.judge(step - WINDOW_STEPS + 1, times, links)
+        self.metrics = _metrics(times, links)
         if not self._is_first:
             return self.metrics
         self._write(
@@ -214,6 +148,7 @@ class SpeedWatch:
                 "step_seconds": max(each.step_seconds for each in times),
                 "compute_seconds": [round(each.compute_seconds, 6) for each in times],
                 "wait_seconds": [round(each.wait_seconds, 6) for each in times],
+                "links": [[*link, round(wait, 6)] for link, wait in links.items()],
                 "lines": lines,
             }
         )
@@ -221,31 +156,120 @@ class SpeedWatch:
             self._say(line)
         return self.metrics
 
-    def _summed(self, values: list[float]) -> list[list[float]]:
-        """Return every rank's values, by rank: each adds its own to zeros, axis by axis."""
-        table = torch.zeros(len(self._place), len(values), dtype=torch.float64)
-        table[self._place.index(dist.get_rank())] = torch.tensor(
-            values, dtype=torch.float64
-        )
-        total = table.to(self._mesh.device_type)
-        for axis in self._mesh.mesh_dim_names or ():
-            if (group := self._mesh.get_group(axis)).size() > 1:
-                dist.all_reduce(total, group=group)
-        return total.tolist()
+    def _link_waits(self, steps: Mapping[int, _Step]) -> dict[int, float]:
+        """Return the least seconds that a step waited for each sender's messages under way, by sender; collective."""
+        here = self._ring.rank()
+        posted = {step: each.messages.posted for step, each in steps.items()}
+        everyone = self._gathered_with_clocks(posted)
+        ahead = [
+            0.0 if shares else self._clocks.least_ahead(rank)
+            for rank, shares in enumerate(self._share_clock)
+        ]
+        least = dict[int, float]()
+        for step, each in steps.items():
+            if not all(step in theirs for theirs in everyone):
+                continue
+            theirs = [posted[step] for posted in everyone]
+            waits = waits_by_sender(here, each.messages.awaited, theirs, ahead)
+            for sender, wait in waits.items():
+                least[sender] = min(wait, least.get(sender, wait))
+        return {
+            dist.get_global_rank(self._ring, sender): wait
+            for sender, wait in least.items()
+        }
+
+    def _compare_clocks(self) -> None:
+        machines = gather(machine(), self._ring)
+        self._share_clock = [each == machines[self._ring.rank()] for each in machines]
+        # The first gather has no moments yet to tell of.
+        rounds = 1 if len(set(machines)) == 1 else 1 + _CLOCK_ROUNDS
+        for _ in range(rounds):
+            self._gathered_with_clocks(None)
+
+    def _gathered_with_clocks(self, thing: object) -> list[Any]:
+        """Gather an object over the ring, and with it when each rank entered and left the gather before."""
+        entered = time.perf_counter()
+        gathered = gather((thing, self._last_gather), self._ring)
+        if self._last_gather is not None:
+            theirs = {rank: moments for rank, (_, moments) in enumerate(gathered)}
+            self._clocks.narrow(self._last_gather, theirs)
+        self._last_gather = entered, time.perf_counter()
+        self._anchor = self._anchored()
+        return [each for each, _ in gathered]
+
+    def _anchored(self) -> tuple[Moment, float]:
+        """Return a moment on the device's clock, and the same on the host's."""
+        if self._mesh.device_type != "cuda":
+            return 0.0, 0.0
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        return event, time.perf_counter()
+
+    def _on_host(self, moment: Moment) -> float:
+        at_anchor, on_host = self._anchor
+        return on_host + seconds(at_anchor, moment)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        assert self._lines is not None, "on the first rank"
+        notice = self._lines.add(json.dumps(entry))
+        if notice is not None:
+            self._say(notice)
 
 
-def _metrics(times: Sequence[RankTimes]) -> dict[str, float]:
-    typical = _typical_pair(times)
+def rank_times(
+    step_seconds: float, transfers: Sequence[TransferRecord], hops: Sequence[HopRecord]
+) -> RankTimes:
+    """Return a step's figures on this rank, once its device has finished it."""
+    done = [each for each in hops if each.ended is not None]
+    # Every pass begins with the rank's own block.
+    own = [each for each in done if each.owner == done[0].owner]
+    pairs = sum(each.num_pairs for each in own)
+    return RankTimes(
+        sum(map(_computing, own)) / max(1, pairs),
+        sum(map(_computing, done)),
+        sum(map(_waiting, transfers)),
+        step_seconds,
+    )
+
+
+def least_times(steps: Sequence[RankTimes]) -> RankTimes | None:
+    """Return the least of each figure over some steps; None if there are none."""
+    if not steps:
+        return None
+    return RankTimes(
+        min(each.pair_seconds for each in steps),
+        min(each.compute_seconds for each in steps),
+        min(each.wait_seconds for each in steps),
+        min(each.step_seconds for each in steps),
+    )
+
+
+def _computing(hop: HopRecord) -> float:
+    """Return what a hop computed without what it waited for: this thread's processor time, or a device's time."""
+    if isinstance(hop.started, torch.cuda.Event):
+        assert hop.ended is not None, "the hop has ended"
+        return seconds(hop.started, hop.ended) - sum(map(_waiting, hop.waits))
+    return hop.thread_seconds - sum(each.thread_seconds for each in hop.waits)
+
+
+def _waiting(transfer: TransferRecord) -> float:
+    if transfer.waited is None or transfer.arrived is None:
+        return 0.0
+    return seconds(transfer.waited, transfer.arrived)
+
+
+def _metrics(
+    times: Sequence[RankTimes], links: Mapping[Link, float]
+) -> dict[str, float]:
+    typical = typical_pair(times)
     slowest = max(range(len(times)), key=lambda rank: times[rank].pair_seconds)
     ratio = times[slowest].pair_seconds / typical if typical > 0 else 1.0
     return {
         "slowest_rank": slowest,
         "slowest_rank_ratio": ratio,
         "longest_wait_seconds": max(each.wait_seconds for each in times),
+        "longest_link_wait_seconds": max(links.values(), default=0.0),
     }
 
 
@@ -259,11 +283,3 @@ def _are_finished(
 
 def _is_finished(moment: Moment | None) -> bool:
     return not isinstance(moment, torch.cuda.Event) or moment.query()
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    return sorted(int(rank) for rank in mesh.mesh.flatten())
-
-
-def _host() -> str:
-    return socket.gethostname()

@@ -39,6 +39,7 @@ from ringspan.core.files.output import refusal
 from ringspan.core.messages.lines import shortened
 from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.runtime.environment import is_launched
+from ringspan.torch.runtime.flight_recorder import is_recording, write_calls
 
 
 @dataclass
@@ -488,6 +489,7 @@ class Watchdog:
         else:
             path = self._folder / f"attempt-{attempt}-rank-{self._rank}.txt"
             line += f", stacks in {path}"
+            line += self._recorded_calls(attempt)
             with suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with path.open("w", encoding="utf-8") as file:
@@ -497,6 +499,15 @@ class Watchdog:
             print(line, file=sys.stderr, flush=True)
         self._end(code)
         self._closing.set()
+
+    def _recorded_calls(self, attempt: str) -> str:
+        """Write what torch's flight recorder has, if it is on; return words of where."""
+        if self._folder is None or not is_recording():
+            return ""
+        path = self._folder / f"calls-attempt-{attempt}-rank-{self._rank}"
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return f", last calls in {path}" if write_calls(path) else ""
 
 
 def _furthest_behind(places: dict[int, Place]) -> tuple[dict[int, Place], str]:
