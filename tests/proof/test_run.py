@@ -59,6 +59,7 @@ def proven(
         ),
         ("gemma3_text", 3, {"layout": "striped"}),
         ("qwen3_next", 2, {}),
+        ("dory", 2, {}),  # scales channels after it has rotated them
         ("llama4_text", 2, {}),  # scales queries by positions, which count padding
         *long(
             ("gpt_oss", 2, {"folds": 2}),
@@ -222,7 +223,7 @@ def refused(mesh: Any, kind: str, options: dict[str, Any]) -> str:
     [
         ("llama", {"route": "pass-q", "comm_dtype": "int8"}, "use 'exact'"),
         ("deepseek_v32", {"folds": 2}, "use folds=1"),
-        ("glm4v", {}, "models that see or hear are not proven yet"),
+        ("xlm", {}, "computes attention in its own code"),
         ("deepseek_v2", {}, "does not run in transformers by itself"),
     ],
 )
