@@ -409,6 +409,10 @@ def _small_heads(values: dict[str, Any]) -> dict[str, Any]:
         small["head_dim"] = (sizes | {rotated: 8}).get(values["head_dim"], 16)
     if "index_kpool" in values:
         small |= _POOLED
+    # An index may have a head for each head of keys.
+    keys = small.get("num_key_value_heads")
+    if keys and values.get("index_n_heads") == values["num_key_value_heads"]:
+        small["index_n_heads"] = keys
     return small
 
 
