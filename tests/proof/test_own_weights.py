@@ -117,7 +117,7 @@ def written_around(folder: Path, kind: str, vision: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "vision"),
     [
-        ("llava", TOWER),  # whose images are tried
+        ("llava", TOWER),  # its images are tried too
         ("video_llava", TOWER),
     ],
 )

@@ -83,6 +83,7 @@ def test_a_window_shrinks_and_stays_in_its_layers():
         "longcat_flash",  # experts without weights
         "dots3_note_text",  # heads of two sizes
         "zamba2",
+        "hrm_text",  # two stacks of layers, which run in turn
         "zamba",  # a block that several layers share
     ],
 )
@@ -112,7 +113,7 @@ def not_made(*_: object, **__: object) -> None:
     raise ValueError("sizes that do not fit")
 
 
-def test_if_towers_cannot_be_made_small_the_language_model_is_left(monkeypatch):
+def test_without_small_towers_a_language_model_is_left(monkeypatch):
     monkeypatch.setattr(small_models, "small_seeing", not_made)
     config = CONFIG_MAPPING["qwen3_5"]()
     small = small_model(config)
@@ -140,7 +141,7 @@ def test_what_a_ring_refuses_at_any_size_is_the_reason(kind, why):
 
 
 @pytest.mark.parametrize("kind", ["bart", "qwen3_next"])
-def test_a_model_that_a_ring_takes_is_not_refused_for_its_size(monkeypatch, kind):
+def test_size_alone_is_no_reason_of_a_ring(monkeypatch, kind):
     monkeypatch.setattr(small_models, "_with_layers", not_made)
     with pytest.raises(rs.UnsupportedError, match="cannot be made small"):
         small_model(CONFIG_MAPPING[kind]())

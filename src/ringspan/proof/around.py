@@ -105,7 +105,7 @@ def narrower(usual: PreTrainedConfig, sizes: dict[int, int]) -> PreTrainedConfig
 def _small_fields(usual: PreTrainedConfig, sizes: dict[int, int]) -> dict[str, Any]:
     """Return a config's own fields, with small numbers of layers, heads and widths: multiples stay multiples.
 
-    ``sizes``: those of the language model, as given and small.
+    ``sizes``: widths and vocabularies of the language model, as given and small.
     """
     values: dict[str, Any] = {}
     for name, value in usual.to_dict().items():

@@ -102,7 +102,7 @@ def in_float64_of(model: Any) -> Any:
 
 @contextmanager
 def _by_default(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors of a dtype where the code names none."""
+    """Make tensors of a dtype unless the code names another."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -257,7 +257,9 @@ def small_rope(text: PreTrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
     if "mrope_section" not in _source(text):
         return {}
     rope = small.get("rope_parameters") or {}
-    if any(isinstance(each, dict) for each in rope.values()):  # by types of layers
+    if any(
+        isinstance(each, dict) for each in rope.values()
+    ):  # a table for each type of layers
         parts = {name: each and _in_shares(each, small) for name, each in rope.items()}
         return {"rope_parameters": parts}
     return {"rope_parameters": _in_shares(rope, small)}
@@ -443,6 +445,8 @@ def _small_layers(
     for name in ("first_k_dense_replace", "num_dense_layers"):
         if name in values:
             small[name] = sum(place < values[name] for place in kept)
+    if "num_layers_per_stack" in values:  # found from the layers of a stack (HRM)
+        small["num_layers_per_stack"] = None
     if values.keys() >= {*_SECTIONS}:
         small |= _small_sections(values, layers, kept)
     if "num_kv_shared_layers" in values:
