@@ -61,6 +61,10 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
 
 
+# It has an encoder, and its decoder computes attention in its own code.
+TWO_REASONS = {"prophetnet"}
+
+
 def test_proofs_have_the_verdicts_of_the_other_trials():
     proven = [row for row in FACTS["rows"] if PROOF in row]
     assert len(proven) > 60
@@ -69,7 +73,8 @@ def test_proofs_have_the_verdicts_of_the_other_trials():
         if "error" in trial:
             assert proof["exact"] and proof["error"] < 1e-9, row
         elif "refused" in trial:
-            assert refusal_of(proof["refused"]) == refusal_of(trial["refused"]), row
+            reasons = {refusal_of(each["refused"]) for each in (proof, trial)}
+            assert len(reasons) == 1 or row["kind"] in TWO_REASONS, row
 
 
 @pytest.mark.parametrize("kind", ["nemotron", "dots1", "qwen4_exp:multimodal"])

@@ -163,7 +163,7 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones.
 
     One that is not narrow has the given widths, experts and tables, for weights that are there. A model that sees or
-    hears has small towers; its language model is left alone if these cannot be made.
+    hears has small towers; only its language model is left if these cannot be made.
 
     Raises:
         UnsupportedError: what a ring refuses of the given model, or a type whose sizes are not known here.
