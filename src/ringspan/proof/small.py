@@ -275,7 +275,7 @@ def _in_shares(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(config: PreTrainedConfig) -> str:
-    """Return the code of the models that are made of a config."""
+    """Return the source of the models of a type."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     found = importlib.util.find_spec(name)
     return inspect.getsource(importlib.import_module(name)) if found else ""
