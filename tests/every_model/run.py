@@ -2,7 +2,8 @@
 
 Writes ``benchmarks/results/models.json`` and of it docs/models.md. Model types as arguments do only those again:
 ``llama``, or ``llava:multimodal`` of the models that see or hear; ``multimodal`` does all of these, ``plan`` what the
-planner reads alone.
+planner reads alone, ``proof`` the proofs that are missing. Rows are written as they come, and an interrupted run is
+resumed by the next.
 """
 
 import json
@@ -25,6 +26,7 @@ from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
+from tests.every_model.proofs import judge_proof
 from tests.every_model.refusals import refusal_of
 from tests.every_model.tiny import (
     KINDS,
@@ -59,8 +61,12 @@ TRIALS: Final = {
 # Two chunks are long enough to be split over the ring (SPLIT_FROM_TOKENS); each rank computes all of the last one.
 PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 75, 17, 12, 2
 GENERATION: Final = "generation"
+TIMEOUT_SECONDS: Final = 600
+"""Seconds that ranks may take for a trial, on a machine that has much else to do."""
 IMAGES: Final = "images"
 PLAN: Final = "plan"
+PROOF: Final = "proof"
+UNFINISHED: Final = RESULTS.with_name("models-unfinished.json")
 # models that make a number of the default dtype of one of their own
 IN_DEFAULT_DTYPE: Final = ("xglm",)
 # whose tables or experts know no float64
@@ -221,7 +227,11 @@ def has_states(config: Any) -> bool:
 
 
 def judge(pool: Pool, kind: str) -> dict[str, Any]:
-    """What each trial of a model type gave: its worst error, or why there is none."""
+    """What each trial of a model type gave, and its proof: its worst error, or why there is none."""
+    return judge_trials(pool, kind) | {PROOF: judge_proof(pool, kind)}
+
+
+def judge_trials(pool: Pool, kind: str) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": kind}
     alone: dict[
         bool, list[dict[str, Any]]
@@ -315,7 +325,9 @@ def refusal_without_trial(kind: str) -> str:
 
 
 def is_exact(outcome: dict[str, Any]) -> bool:
-    """Within the bound, or as far from float64 as one process is, where that is further."""
+    """Within the bound, or as far from float64 as one process is, where that is further; a proof has its verdict."""
+    if "exact" in outcome:
+        return outcome["exact"]
     return "error" not in outcome or outcome["error"] < max(BOUND, 2 * outcome["alone"])
 
 
@@ -369,13 +381,16 @@ def page(facts: dict[str, Any]) -> str:
         "two ranks of a ring times two that share the heads ([tensor parallelism](tensor-parallel.md)).",
         f"Generation: the {WRITTEN} most likely tokens after a prompt of {PROMPT}, read by two ranks in chunks of",
         f"{READ_AT_ONCE} each: all are those of one process in float32, and this is the relative error of their logits",
-        "against its own (bound 1e-5). Plan: `ringspan plan` reads the type's config, and counts the parameters of its",
+        "against its own (bound 1e-5). Proof: the worst relative error that [`ringspan prove`](prove.md) finds for the",
+        "type's usual config on two ranks in float64 (bound 1e-9): losses, gradients, weights after two steps, logits",
+        f"and generation, with padding and documents; {sum(PROOF in row for row in ran)} types have one.",
+        "Plan: `ringspan plan` reads the type's config, and counts the parameters of its",
         f"model ([planning](planning.md)); {sum('read' in row[PLAN] for row in ran)} types of both tables are read. "
         "Not these:",
         "",
         *(f"- {row[PLAN]['refused']}" for row in ran if "refused" in row[PLAN]),
         "",
-        *_table(texts, (*TRIALS, GENERATION, PLAN)),
+        *_table(texts, (*TRIALS, GENERATION, PROOF, PLAN)),
         "",
         'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",
@@ -396,7 +411,7 @@ def page(facts: dict[str, Any]) -> str:
         "(bound 1e-5); see [multimodal.md](multimodal.md). Where there is no number the decoder goes on the ring and",
         "trains on text, and images or sounds in a batch raise.",
         "",
-        *_table(seeing, (*TRIALS, GENERATION, IMAGES, PLAN)),
+        *_table(seeing, (*TRIALS, GENERATION, IMAGES, PROOF, PLAN)),
         "",
         "## What raises an error",
         "",
@@ -456,6 +471,8 @@ def _name(kind: str) -> str:
 def _cell(outcome: dict[str, Any]) -> str:
     if "read" in outcome:
         return "yes"
+    if "untried" in outcome:
+        return "not tried"
     return (
         f"{outcome['error']:.0e}"
         if "error" in outcome
@@ -469,37 +486,60 @@ def main(kinds: list[str]) -> int:
     """Try the kinds, or all; 1 when one that runs is not exact or fails without a word."""
     serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    before = (
-        {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-        if kinds
-        else {}
-    )
-    pool, bad = Pool(), []
-    for row in before.values() if kinds == [PLAN] else ():
-        if "error" in row.get("sequence", {}):
-            row[PLAN] = read_by_planner(row["kind"])
-    for kind in (
-        kind for kind in KINDS if not kinds or {kind, *kind.split(":")} & {*kinds}
-    ):
-        row = before[kind] = judge(pool, kind)
+    path = RESULTS if kinds else UNFINISHED
+    rows, pool, bad = _rows(path), Pool(timeout_seconds=TIMEOUT_SECONDS), list[str]()
+    for kind in KINDS:
+        row = _tried(pool, kind, kinds, rows.get(kind))
+        if row is None:
+            continue
+        rows[kind] = row
         outcomes = [
-            row[trial] for trial in (*TRIALS, GENERATION, IMAGES, PLAN) if trial in row
+            row[trial]
+            for trial in (*TRIALS, GENERATION, IMAGES, PLAN, PROOF)
+            if trial in row
         ]
         if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
             bad.append(kind)
         print(json.dumps(row), flush=True)
+        _write(path, rows)
     pool.close()
-    rows = [before[kind] for kind in sorted(before)]
+    facts = _write(RESULTS, rows)
+    PAGE.write_text(page(facts), encoding="utf-8")
+    UNFINISHED.unlink(missing_ok=True)
+    print(f"not as they should be: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
+
+
+def _tried(
+    pool: Pool, kind: str, kinds: list[str], before: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """A type's new row, or None if nothing of it is asked for."""
+    if kinds == [PLAN]:
+        is_read = before is not None and "error" in before.get("sequence", {})
+        return before | {PLAN: read_by_planner(kind)} if is_read else None  # pyright: ignore[reportOptionalOperand]
+    if kinds == [PROOF]:
+        is_new = before is not None and PROOF not in before
+        return before | {PROOF: judge_proof(pool, kind)} if is_new else None  # pyright: ignore[reportOptionalOperand]
+    is_asked = {kind, *kind.split(":")} & {*kinds} if kinds else before is None
+    return judge(pool, kind) if is_asked else None
+
+
+def _rows(path: Path) -> dict[str, Any]:
+    """The rows of a file by their types; none if there is no such file."""
+    if not path.is_file():
+        return {}
+    return {row["kind"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def _write(path: Path, rows: dict[str, Any]) -> dict[str, Any]:
     facts = {
         "command": "make models",
         "transformers": transformers.__version__,
         "machine": describe_machine(),
-        "rows": rows,
+        "rows": [rows[kind] for kind in sorted(rows)],
     }
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-    PAGE.write_text(page(facts), encoding="utf-8")
-    print(f"not as they should be: {', '.join(bad) or 'none'}")
-    return int(bool(bad))
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
 
 
 if __name__ == "__main__":

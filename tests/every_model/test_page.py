@@ -10,18 +10,26 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from tests.cases import few
 from tests.every_model import run
+from tests.every_model.proofs import proven_config
 from tests.every_model.refusals import refusal_of
 from tests.every_model.run import (
     GENERATION,
     IMAGES,
     PAGE,
     PLAN,
+    PROOF,
     RESULTS,
     TRIALS,
     WITH_IMAGES,
     is_exact,
 )
-from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config
+from tests.every_model.tiny import (
+    KINDS,
+    MULTIMODAL,
+    auto_class,
+    tiny_config,
+    usual_config,
+)
 from tests.every_model.weights import RESULTS as WEIGHTS
 
 FACTS = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -51,6 +59,30 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     ]
     assert sum("error" in outcome for outcome in outcomes) > 700
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
+
+
+# It has an encoder, and its decoder computes attention in its own code.
+TWO_REASONS = {"prophetnet"}
+
+
+def test_proofs_have_the_verdicts_of_the_other_trials():
+    proven = [row for row in FACTS["rows"] if PROOF in row]
+    assert len(proven) > 60
+    for row in proven:
+        proof, trial = row[PROOF], row.get("sequence", {})
+        if "error" in trial:
+            assert proof["exact"] and proof["error"] < 1e-9, row
+        elif "refused" in trial:
+            reasons = {refusal_of(each["refused"]) for each in (proof, trial)}
+            assert len(reasons) == 1 or row["kind"] in TWO_REASONS, row
+
+
+@pytest.mark.parametrize("kind", ["nemotron", "dots1", "qwen4_exp:multimodal"])
+def test_a_type_is_proven_with_the_fields_it_lacks(kind):
+    usual, given = usual_config(kind).to_dict(), proven_config(kind).to_dict()
+    changed = {name for name in usual if given[name] != usual[name]}
+    lacking = {name for name in changed if usual[name] is None}
+    assert lacking or "text_config" in changed
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """A tiny model of any kind that transformers knows: the same few sizes under every name that configs give them."""
 
-import importlib.util
-import inspect
-import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -22,6 +19,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SEEING,
 )
 
+from ringspan.proof.around import can_set, narrower, parts_of, small_around
+from ringspan.proof.small import small_rope
 from tests.every_model.hybrids import (
     DROPOUTS,
     HYBRIDS,
@@ -120,13 +119,6 @@ _FURTHER_FEEDFORWARDS: Final[dict[str, tuple[str, ...]]] = {
 }
 # Fields that number the first layers, those with dense feed-forwards; or list them.
 _NUM_DENSE: Final = ("first_k_dense_replace", "num_dense_layers")
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-_VISION |= {"image_size": 32, "patch_size": 16}
 _WINDOWED: Final = {
     "num_hidden_layers": 4,
     "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -137,7 +129,6 @@ _SLIDING: Final = {
     "sliding_window": 8,
 }
 _WITHOUT: Final = object()
-_VOCABULARY_MAP: Final = {"vocabulary_map": {"<image>": 95}}
 _WINDOW: Final = {"sliding_window": 8}
 _SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
 # head sizes are those of latent attention
@@ -159,25 +150,11 @@ _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"), _LATENT),
     **dict.fromkeys(("minicpm3", "mistral4", "sarvam_mla", "youtu"), _LATENT),
+    "chameleon": {"vocabulary_map": {"<image>": 95}},
     "longcat_flash": _LATENT | {"head_dim": 8},
-    "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32], "depths": [1]},
-    **dict.fromkeys(("chameleon", "emu3"), _VOCABULARY_MAP),
-    "dots3_note_vision_encoder": {"per_layer_config": {}, "mlp_layer_types": ["dense"]},
-    "mimi": {"upsample_groups": 32},
-    "wavtokenizer_encoder": {"decoder_attention_num_groups": 2, "codebook_size": 16},
-    "apertus1p5_vision_tokenizer": {"codebook_size": 16},
-    "apertus1p5": {
-        "image_token_offset": 40, "audio_token_offset": 56, "image_token_id": 90, "audio_token_id": 91,
-    },
     "step3p5": _WINDOW | _WINDOWED,
-    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "granite4_vision": {
-        "vision_config": _VISION | {"model_type": "clip_vision_model", "hidden_size": 128},
-        "downsample_rate": "1/2",
-        "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
-    },
     **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _WINDOW),
     **dict.fromkeys(("qwen2", "qwen3"), _SLIDING),
     "smollm3": _SLIDING | {"no_rope_layers": [1, 1, 0, 0]},
@@ -216,7 +193,7 @@ def undropped_config(kind: str) -> PretrainedConfig:
     usual = usual_config(kind)
     for part in _nested(usual):
         for name in DROPOUTS:
-            if (value := _value(part, name)) and _can_set(part, name):
+            if (value := _value(part, name)) and can_set(part, name):
                 setattr(part, name, value and type(value)(0))
     return usual
 
@@ -228,39 +205,22 @@ def usual_config(kind: str) -> PretrainedConfig:
 
 def tiny_config(kind: str) -> PretrainedConfig:
     """The config of a model type, with the sizes above wherever it has a field of that name, and no dropout."""
-    return _shrunk(usual_config(kind))
+    usual = usual_config(kind)
+    text = _text_of(usual)
+    # The decoder of a model with an encoder has a copy of its config.
+    inner = any(part is text for part in _nested(usual) if part is not usual)
+    return small_around(usual, _small_text(text if inner else usual))
 
 
-def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
-    """A small config like the usual one: the language model in the sizes above, and all around it in a sixteenth."""
-    text = next(
-        (
-            part
-            for part in _nested(usual)
-            if part is not usual and part is _text_of(usual)
-        ),
-        usual,
-    )
-    values = _text_values(usual) if text is usual else {}
+def _small_text(usual: PretrainedConfig) -> PretrainedConfig:
+    """A small config of a language model, and of what is inside of it."""
+    values = _text_values(usual)
     if isinstance(values, PretrainedConfig):
         return values
-    inner: dict[str, Any] = {}
-    for name in usual.sub_configs:
-        if isinstance(part := getattr(usual, name, None), PretrainedConfig):
-            holds = text is not usual and any(each is text for each in _nested(part))
-            inner[name] = _shrunk(part) if holds else None
-    width = next(
-        (_width(part) for part in inner.values() if part is not None),
-        values.get("hidden_size", _WIDTH),
-    )
-    sizes = {_width(text): width, getattr(text, "vocab_size", 0): _VOCABULARY}
-    for name, part in inner.items():
-        inner[name] = (part or _sixteenth(getattr(usual, name), sizes)).to_dict()
-    if text is not usual:
-        values = _small_fields(usual, sizes)
-        same = {"hidden_size": width, "vocab_size": _VOCABULARY}
-        values |= {name: size for name, size in same.items() if name in values}
-    values |= inner | _CHANGES.get(usual.model_type, {})
+    sizes = {getattr(usual, "hidden_size", 0): values.get("hidden_size", _WIDTH)}
+    sizes |= {getattr(usual, "vocab_size", 0): _VOCABULARY}
+    values |= {name: narrower(part, sizes).to_dict() for name, part in parts_of(usual)}
+    values |= _CHANGES.get(usual.model_type, {})
     return type(usual)(
         **{name: value for name, value in values.items() if value is not _WITHOUT}
     )
@@ -268,9 +228,8 @@ def _shrunk(usual: PretrainedConfig) -> PretrainedConfig:
 
 def _nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     yield config
-    for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PretrainedConfig):
-            yield from _nested(part)
+    for _, part in parts_of(config):
+        yield from _nested(part)
 
 
 def _text_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -278,51 +237,6 @@ def _text_of(config: PretrainedConfig) -> PretrainedConfig:
         return config.get_text_config(decoder=True)
     except ValueError:  # there are several
         return config
-
-
-def _width(config: PretrainedConfig) -> int:
-    return getattr(_text_of(config), "hidden_size", 0)
-
-
-def _sixteenth(usual: PretrainedConfig, sizes: dict[int, int]) -> PretrainedConfig:
-    """A tower's config with one layer and a sixteenth of its width."""
-    values = _small_fields(usual, sizes)
-    for name in usual.sub_configs:
-        if isinstance(part := getattr(usual, name, None), PretrainedConfig):
-            values[name] = _sixteenth(part, sizes).to_dict()
-    return type(usual)(**values | _CHANGES.get(usual.model_type, {}))
-
-
-def _small_fields(usual: PretrainedConfig, sizes: dict[int, int]) -> dict[str, Any]:
-    """The fields of a tower's config that are numbers of layers or heads, or widths, made small alike: what was equal
-    or a multiple is so still.
-    """
-    values: dict[str, Any] = {}
-    for name, value in usual.to_dict().items():
-        if not _has(usual, name) or not _can_set(usual, name):
-            continue
-        if name in DROPOUTS:
-            values[name] = value and type(value)(0)
-        elif isinstance(value, list) and name.endswith(("_layer", "_indexes")):
-            values[name] = [-1 if name.endswith("_layer") else 0] * len(value)
-        elif type(value) in (bool, float, str) or name.endswith(("_id", "_index")):
-            values[name] = value
-        elif type(value) is int:
-            values[name] = sizes.get(value) or _small(name, value)
-    return values
-
-
-def _small(name: str, value: int) -> int:
-    if re.search(r"(num.*layers|depth|num_blocks|n_layers|encoder_layers)$", name):
-        return min(value, 1)
-    if name.endswith("heads"):
-        return min(value, 2)
-    if name == "base_channels":
-        return 32  # in as many groups
-    is_width = re.search(
-        r"(size|dim|width|d_model|out_channels?)$", name
-    ) and not re.search("image|vocab", name)
-    return value // 16 if is_width and 128 <= value < 2**16 else value
 
 
 def _text_values(usual: PretrainedConfig) -> Any:
@@ -335,7 +249,7 @@ def _text_values(usual: PretrainedConfig) -> Any:
     values: dict[str, Any] = {
         name: size
         for name, size in _SMALL.items()
-        if _has(usual, name) and _can_set(usual, name)
+        if _has(usual, name) and can_set(usual, name)
     }
     values |= {name: 0.0 for name in DROPOUTS if _has(usual, name)}
     values |= {name: 2 for name in vars(usual) if name.endswith("_pad_token_id")}
@@ -360,44 +274,15 @@ def _text_values(usual: PretrainedConfig) -> Any:
     values |= dict.fromkeys(
         (name for name in _NUM_DENSE if name in leading), layers // 2
     )
-    if types and _can_set(usual, "layer_types"):
+    if types and can_set(usual, "layer_types"):
         values["layer_types"] = (types * layers)[:layers]
     if mlps:
         values["mlp_layer_types"] = [
             mlps[i * len(mlps) // layers] for i in range(layers)
         ]
-    if "mrope_section" in _source(usual):
-        values["rope_parameters"] = _three_axes(usual, values)
-    return values
-
-
-def _source(config: PretrainedConfig) -> str:
-    """The code of the models that are made of a config."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    return (
-        inspect.getsource(importlib.import_module(name))
-        if importlib.util.find_spec(name)
-        else ""
-    )
-
-
-def _three_axes(usual: PretrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """What rotary embeddings of a time, a row and a column are told: each has its share of a head's halves."""
-    rope = _value(usual, "rope_parameters") or {}
-    size = values.get("head_dim") or _WIDTH // values["num_attention_heads"]
-    half = (
-        int(
-            size
-            * (
-                rope.get("partial_rotary_factor")
-                or _value(usual, "partial_rotary_factor")
-                or 1
-            )
-        )
-        // 2
-    )
-    share = max(1, 3 * half // 8)
-    return rope | {"mrope_section": [share, share, half - 2 * share]}
+    rope = ("rope_parameters", "partial_rotary_factor")
+    usual_rope = {name: _value(usual, name) for name in rope}
+    return values | small_rope(usual, {"hidden_size": _WIDTH} | usual_rope | values)
 
 
 def auto_class(kind: str) -> Any:
@@ -447,12 +332,6 @@ def tiny_tokens(length: int) -> Tensor:
 
 def _has(config: PretrainedConfig, name: str) -> bool:
     return _value(config, name, _WITHOUT) is not _WITHOUT
-
-
-def _can_set(config: PretrainedConfig, name: str) -> bool:
-    """Whether a field is no property that others decide."""
-    known = getattr(type(config), config.attribute_map.get(name, name), None)
-    return not isinstance(known, property) or known.fset is not None
 
 
 def _value(config: PretrainedConfig, name: str, default: Any = None) -> Any:

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+)
 
 import ringspan as rs
 from ringspan.proof.own_weights import OwnWeights, refuse_too_large
@@ -80,6 +84,57 @@ def test_own_weights_are_exact(pool, tmp_path):
         assert proof.is_exact, proof.as_json()
         assert proof.weights == str(tmp_path)
         assert f"first {FEW_TOKENS} of the vocabulary" in proof.not_tried[0]
+
+
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 8,
+}
+
+
+def written_around(folder: Path, kind: str, vision: dict[str, Any]) -> Any:
+    """Write a model that sees."""
+    text = CONFIG_MAPPING[kind]().get_text_config().to_dict() | {
+        "hidden_size": 80,
+        "intermediate_size": 112,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "vocab_size": 1111,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+    }
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=vision)
+    torch.manual_seed(2)
+    model = AutoModelForMultimodalLM.from_config(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "vision"),
+    [
+        ("llava", TOWER),  # its images are tried too
+        ("video_llava", TOWER),
+    ],
+)
+def test_own_weights_of_a_language_model_that_sees_are_exact(
+    pool, tmp_path, kind, vision
+):
+    full = written_around(tmp_path, kind, vision)
+    config = full.config
+    for proof in pool.run(proven, 2, tmp_path, config):
+        assert proof.is_exact, proof.as_json()
+        assert any("its towers" in each for each in proof.not_tried)
+    small = small_model(config, is_narrow=False)
+    weights = OwnWeights(str(tmp_path), config, small.kept)
+    found = Subject(config=small.config, weights=weights).make(torch.float64)
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    expected = full.state_dict()[name]
+    assert torch.equal(found.state_dict()[name].float(), expected)
 
 
 def too_large(mesh: Any) -> str:

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-import ringspan as rs
 from ringspan.proof.run import Proof, prove
-from ringspan.proof.seeing import IMAGES, TOWERS
-from ringspan.proof.small import proven_part, small_model
+from ringspan.proof.seeing import IMAGES, TOWERS, sees
+from ringspan.proof.small import MOST_PARAMETERS, VOCABULARY, small_model
 from tests.cases import long
 from tests.proof.test_run import planted
 
@@ -46,13 +45,19 @@ def test_a_small_tower_fits_its_language_model(kind):
     assert small.layers == 2 and small.parameters < 300_000
 
 
-def test_of_a_model_that_hears_the_language_model_is_left():
-    part = proven_part(CONFIG_MAPPING["qwen2_audio"](), is_narrow=True)
-    assert part.model_type == "qwen2" and small_model(part).layers == 2
-
-
-@pytest.mark.parametrize("kind", ["mllama", "glm4v"])
-def test_other_models_that_see_or_hear_are_refused_in_a_line(kind):
-    with pytest.raises(rs.UnsupportedError, match="but for gemma3, llava") as raised:
-        proven_part(CONFIG_MAPPING[kind](), is_narrow=True)
-    assert "\n" not in str(raised.value)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "glm4v",
+        "qwen2_audio",
+        "mllama",  # layers that attend to images
+        "glm5_next",  # an index of pools
+        *long("janus", "muse_spark", "idefics2", "granite_speech", "kosmos-2.5"),
+    ],
+)
+def test_any_tower_is_made_small_around_its_language_model(kind):
+    config = CONFIG_MAPPING[kind]()
+    small = small_model(config)
+    assert type(small.config) is type(config) and sees(small.config)
+    assert small.parameters < MOST_PARAMETERS
+    assert small.config.get_text_config().vocab_size == VOCABULARY

@@ -4,7 +4,8 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import ringspan as rs
-from ringspan.proof.small import MOST_PARAMETERS, proven_part, small_model
+from ringspan.proof import small as small_models
+from ringspan.proof.small import MOST_PARAMETERS, small_model
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,10 @@ def test_a_window_shrinks_and_stays_in_its_layers():
         "mamba2",
         "bart",  # an encoder-decoder, whose decoder writes
         "longcat_flash",  # experts without weights
+        "dots3_note_text",  # heads of two sizes
+        "zamba2",
+        "hrm_text",  # two stacks of layers, which run in turn
+        "zamba",  # a block that several layers share
     ],
 )
 def test_sizes_that_hang_together_shrink_together(kind):
@@ -87,19 +92,59 @@ def test_sizes_that_hang_together_shrink_together(kind):
     assert 1 < small.layers <= 8 and small.parameters < MOST_PARAMETERS
 
 
-def test_of_a_model_that_sees_its_language_model_is_left():
+def test_sections_of_a_model_shrink_in_their_places():
+    small = small_model(CONFIG_MAPPING["dory"]())
+    sections = ("input", "recurrent", "output")
+    counts = [getattr(small.config, f"n_{name}_layers") for name in sections]
+    assert sum(counts) == small.config.num_hidden_layers and min(counts) > 0
+    assert small.config.n_recurrent_loops == 2
+
+
+def test_rotary_axes_share_half_a_small_head():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+    config = CONFIG_MAPPING["qwen2_vl_text"](rope_parameters=rope)
+    small = small_model(CONFIG_MAPPING["qwen2_vl"](text_config=config.to_dict()))
+    text = small.config.get_text_config()
+    heads = text.hidden_size // text.num_attention_heads
+    assert sum(text.rope_parameters["mrope_section"]) == heads // 2
+
+
+def not_made(*_: object, **__: object) -> None:
+    raise ValueError("sizes that do not fit")
+
+
+def test_without_small_towers_a_language_model_is_left(monkeypatch):
+    monkeypatch.setattr(small_models, "small_seeing", not_made)
     config = CONFIG_MAPPING["qwen3_5"]()
-    part = proven_part(config, is_narrow=True)
-    assert part is config.text_config and small_model(part).layers == 2
-    for whole in (CONFIG_MAPPING["llama"](), CONFIG_MAPPING["llava"]()):
-        assert proven_part(whole, is_narrow=True) is whole
-    with pytest.raises(rs.UnsupportedError, match="models that see or hear"):
-        proven_part(CONFIG_MAPPING["qwen3_5"](), is_narrow=False)
+    small = small_model(config)
+    assert type(small.config) is type(config.text_config) and small.layers == 2
 
 
-def test_a_type_that_is_not_made_small_says_so():
-    with pytest.raises(rs.UnsupportedError, match="use make models"):
-        small_model(CONFIG_MAPPING["zamba"]())
+def test_a_type_that_is_not_made_small_says_so(monkeypatch):
+    monkeypatch.setattr(small_models, "_with_layers", not_made)
+    said = "cannot be made small: sizes that do not fit; please open an issue"
+    with pytest.raises(rs.UnsupportedError, match=said):
+        small_model(CONFIG_MAPPING["llama"]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("blt", "is no language model of layers"),
+        ("xlm", "computes attention in its own code"),
+        ("pix2struct", "is an encoder-decoder model"),
+    ],
+)
+def test_what_a_ring_refuses_at_any_size_is_the_reason(kind, why):
+    with pytest.raises(rs.UnsupportedError, match=why):
+        small_model(CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize("kind", ["bart", "qwen3_next"])
+def test_size_alone_is_no_reason_of_a_ring(monkeypatch, kind):
+    monkeypatch.setattr(small_models, "_with_layers", not_made)
+    with pytest.raises(rs.UnsupportedError, match="cannot be made small"):
+        small_model(CONFIG_MAPPING[kind]())
 
 
 def test_a_config_that_transformers_makes_no_model_of_says_so():

@@ -94,5 +94,6 @@ FAMILIES: Final = (
         name="MiniMax-M3",
         types=("minimax_m3_vl_text",),
         index=ChosenKeys(layers=("minimax_m3_sparse",), mixin=BlockIndex, cost=_cost),
+        counts_distances=False,  # blocks begin at multiples of their size
     ),
 )

@@ -32,6 +32,11 @@ class Batch(NamedTuple):
         parts = tuple((row, range(length)) for row in range(rows))
         return Batch(self.inputs, parts, keeps_padding=True)
 
+    def with_other_padding(self) -> "Batch":
+        """Return the batch with another token in place of all padding."""
+        ids = self.inputs["input_ids"].masked_fill(~self.real, _FIRST_TOKEN)
+        return self._replace(inputs=self.inputs | {"input_ids": ids})
+
     def read(self, row: int, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the arguments of tokens for one process that reads a part."""
         names = ["input_ids"] + ["attention_mask"] * self.keeps_padding

@@ -4,14 +4,19 @@ import builtins
 import re
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, Final
 
+import torch
 from transformers import AutoModel
 
 _OF_MODELS: Final = ("transformers.models.", "transformers_modules.")
 _AUTO: Final = "transformers.models.auto."
+_ROUNDING: Final = 1e-5
+"""Relative error of a number that was computed in float32."""
 
 
 def in_float64(kind: type) -> dict[str, Any]:
@@ -82,6 +87,25 @@ class _Auto:
 
 def in_float64_of(model: Any) -> Any:
     """Return a copy of a model, with its weights, that computes in float64."""
-    wide = in_float64(type(model))[type(model).__name__](model.config).double()
+    with _by_default(torch.float64):
+        wide = in_float64(type(model))[type(model).__name__](model.config).double()
+    made = {name: buffer.clone() for name, buffer in wide.named_buffers()}
     wide.load_state_dict(model.state_dict())
+    for name, buffer in wide.named_buffers():
+        if not buffer.is_floating_point():
+            continue
+        # A table that the model has computed is rounded in its state, unlike the one made here.
+        is_rounded = torch.isclose(buffer, made[name], rtol=_ROUNDING, atol=0)
+        buffer.copy_(torch.where(is_rounded, made[name], buffer))
     return wide.train(model.training)
+
+
+@contextmanager
+def _by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of a dtype unless the code names another."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

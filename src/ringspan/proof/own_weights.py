@@ -1,6 +1,7 @@
 """A folder's own weights for a model with few of its layers, read without the others."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,16 @@ from transformers import PreTrainedConfig
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
 from ringspan.proof.own_code import has_own_code
+from ringspan.proof.seeing import language_layers, sees
 from ringspan.torch.engine.transport.collectives import gather_over
-from ringspan.torch.model.layers.decoder import layers_of
+from ringspan.torch.model.layers.decoder import decoder_of
 from ringspan.torch.model.weights.deferred import part, region_of
 from ringspan.torch.model.weights.files import WeightFiles, folder_of
-from ringspan.torch.model.weights.loading import source_of, unread_model
+from ringspan.torch.model.weights.loading import (
+    auto_class,
+    source_of,
+    unread_model,
+)
 from ringspan.torch.runtime.host import host_memory_bytes
 
 _NUMBERS: Final = 9
@@ -35,12 +41,15 @@ class OwnWeights:
 
     @torch.no_grad()
     def fill(self, model: Any) -> None:
-        """Give a small model the folder's numbers; a vocabulary is cut to its first tokens."""
+        """Give a small model's language model the folder's numbers; a vocabulary is cut to its first tokens.
+
+        Towers and projectors are smaller than the folder's, and keep what they have.
+        """
         layers = {
             path: self._layers[number]
-            for path, number in zip(layers_of(model), self.kept, strict=True)
+            for path, number in zip(language_layers(model), self.kept, strict=True)
         }
-        for name, tensor in model.state_dict().items():
+        for name, tensor in _language_tensors(model):
             here = next((path for path in layers if name.startswith(f"{path}.")), "")
             full = layers[here] + name.removeprefix(here) if here else name
             tensor.copy_(_read(self._tensors[full], tensor))
@@ -59,17 +68,35 @@ class OwnWeights:
             self.config,
             torch.float32,
             trust_remote_code=has_own_code(self.config),
+            model_class=auto_class(self.config, sees=sees(self.config)),
         )
         return model
 
     @cached_property
     def _layers(self) -> list[str]:
-        return [*layers_of(self._model)]
+        return [*language_layers(self._model)]
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         named = self._model.named_parameters(remove_duplicate=False)
         return {**dict(named), **dict(self._model.named_buffers())}
+
+
+def _language_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's decoder and of its head; all of a model that is nothing else."""
+    tensors = model.state_dict(keep_vars=True)
+    if not sees(model.config):
+        yield from tensors.items()
+        return
+    parts = decoder_of(model), model.get_output_embeddings()
+    own = {
+        id(tensor)
+        for part in parts
+        for tensor in part.state_dict(keep_vars=True).values()
+    }
+    for name, tensor in tensors.items():
+        if id(tensor) in own:
+            yield name, tensor
 
 
 def _read(tensor: Tensor, like: Tensor) -> Tensor:

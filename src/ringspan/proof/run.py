@@ -29,10 +29,11 @@ from ringspan.proof.packed import refuse_packing
 from ringspan.proof.seeing import (
     IMAGES,
     SEEING_VOCABULARY,
+    TOWERS,
     batch_with_images,
     sees,
 )
-from ringspan.proof.small import FEW_TOKENS, plain_of, proven_part, small_model
+from ringspan.proof.small import FEW_TOKENS, plain_of, small_model
 from ringspan.proof.steps import Outcome
 from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
@@ -43,6 +44,7 @@ from ringspan.torch.runtime.mesh import init_mesh
 
 GENERATION: Final = "generation"
 _FIRST: Final = "one sequence"
+COUNTS_PADDING: Final = "transformers gives other numbers if the padding tokens are others; pad on the right"
 NOT_TRIED: Final = (
     "the model's full size, its own weights and longer sequences",
     "dropout",
@@ -168,8 +170,9 @@ def prove_on(
     started = time.perf_counter()
     versions = _versions(mesh)
     is_narrow = asked.weights is None
-    config = proven_part(asked.config, is_narrow=is_narrow)
-    small, layers, parameters, left_out, kept = small_model(config, is_narrow=is_narrow)
+    small, layers, parameters, left_out, kept = small_model(
+        asked.config, is_narrow=is_narrow
+    )
     options, untried = options_of_trial(asked.options)
     packed, weights = _packed(asked.config), None
     dtypes = _dtypes_of(mesh, asked, packed is not None)
@@ -183,7 +186,7 @@ def prove_on(
     )
     if asked.weights is not None:
         proof.weights = asked.weights
-    proof.not_tried = [*_not_tried(asked, config, left_out), *untried, *asked.not_tried]
+    proof.not_tried = [*_not_tried(asked, small, left_out), *untried, *asked.not_tried]
     vocabulary, given = _batches(mesh, small, options, tree=asked.tree)
     subject = Subject(
         config=small, adapter=asked.adapter, packed=packed, weights=weights
@@ -209,12 +212,16 @@ def prove_on(
     return proof
 
 
-def _not_tried(asked: Asked, config: PreTrainedConfig, left_out: int) -> Iterator[str]:
+def _not_tried(asked: Asked, small: PreTrainedConfig, left_out: int) -> Iterator[str]:
     """Yield what no trial has, and what this model's small one leaves out."""
     if left_out:
         yield f"{left_out} further kinds of layers"
-    if sees(asked.config) and not sees(config):
+    if sees(asked.config) and not sees(small):
         yield f"images and sound: of {asked.name} the language model alone was tried"
+    elif sees(small) and small.model_type not in TOWERS:
+        yield "images and sound: batches have only text"
+    if sees(small) and asked.weights is not None:
+        yield "the weights of its towers: small random ones are in their place"
     size, *others = NOT_TRIED
     if asked.weights is not None:
         size = f"all layers, longer sequences, and tokens after the first {FEW_TOKENS} of the vocabulary"
@@ -231,7 +238,7 @@ def _batches(
     given = batches(
         mesh["ring"].size(), options.get("folds", 1), vocabulary=vocabulary, tree=tree
     )
-    if sees(small):
+    if small.model_type in TOWERS:
         length = given[_FIRST].inputs["input_ids"].shape[1]
         given[IMAGES] = batch_with_images(small, length)
     return vocabulary, given
@@ -277,7 +284,18 @@ def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:
     truth, bounds = alone.of(trial, label, batch)
     error = compare.worst_error(found, truth, batch, bounds)
     _, row.error, row.of, row.bound = max(gather_over(trial.mesh, tuple(error)))
+    if not row.is_exact and _counts_padding(trial, batch, truth):
+        row.error, row.refused = None, COUNTS_PADDING
+        return row
     return _Tried(row, trial, batch, found, truth, bounds)
+
+
+def _counts_padding(trial: Trial, batch: Batch, truth: Outcome) -> bool:
+    """Return whether plain transformers gives other numbers for the same tokens next to other padding."""
+    if not batch.keeps_padding:
+        return False
+    found = steps.run_alone(trial, batch.with_other_padding(), torch.float64)
+    return compare.worst_error(found, truth, batch).value > compare.BOUND
 
 
 def _refuse_broken(trial: Trial, batch: Batch, error: Exception) -> None:
@@ -400,10 +418,6 @@ def _own_weights(
 ) -> OwnWeights:
     """Return a folder's weights for the layers ``kept``; ConfigError if they do not fit the hosts' memory."""
     folder, option = str(asked.weights), f"weights={asked.weights!r}"
-    if type(asked.config) is not type(text_config(asked.config)):
-        raise UnsupportedError(
-            f"{option}: the names in the files are of a model that sees or hears; leave weights out"
-        )
     # One process computes in float64 whatever the dtype, for the distance.
     refuse_too_large(mesh, numbers, option)
     if _packed(asked.config) is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ringspan.proof.around import small_around
 from ringspan.proof.batches import Batch, random_tokens
 from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.model.layers.decoder import decoder_of, layers_of, text_config
@@ -14,8 +15,6 @@ IMAGES: Final = "images"
 IMAGE_TOKEN: Final = 95
 SEEING_VOCABULARY: Final = 90
 """Tokens of text of a small model that sees; those after them stand for images and videos."""
-_WIDTH: Final = 64
-"""Width of a small language model."""
 _TOKENS: Final = 4
 """Tokens of an image."""
 ABOUT_FILES: Final = (
@@ -40,6 +39,8 @@ class Tower(NamedTuple):
     """The argument that marks tokens of images."""
     is_grid: bool = False
     """True if images come as patches, with a grid."""
+    widths: tuple[str, ...] = ()
+    """Fields with the width of the language model."""
 
 
 # A grid of 4 x 4 patches of two frames, three colours and 4 x 4 pixels.
@@ -54,27 +55,29 @@ TOWERS: Final[dict[str, Tower]] = {
         "token_type_ids",
     ),
     "qwen2_vl": Tower(
-        _QWEN | {"embed_dim": 16, "hidden_size": _WIDTH, "mlp_ratio": 2}, **_OF_QWEN
+        _QWEN | {"embed_dim": 16, "mlp_ratio": 2},
+        **_OF_QWEN,
+        widths=("hidden_size",),
     ),
     "qwen2_5_vl": Tower(
         _QWEN
         | _LAYERS
         | {
-            "out_hidden_size": _WIDTH,
             "window_size": 16,
             "fullatt_block_indexes": [1],
         },
         **_OF_QWEN,
+        widths=("out_hidden_size",),
     ),
     "qwen3_vl": Tower(
         _QWEN
         | _LAYERS
         | {
-            "out_hidden_size": _WIDTH,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
         },
         **_OF_QWEN,
+        widths=("out_hidden_size",),
     ),
 }
 
@@ -90,8 +93,10 @@ def language_layers(model: Any) -> dict[str, nn.Module]:
     return {path: layer for path, layer in layers_of(model).items() if layer in own}
 
 
-def small_around(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a small config of a type in ``TOWERS`` around the small config of its language model."""
+def small_seeing(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a small config around the small config of its language model; of a type in ``TOWERS`` for images too."""
+    if config.model_type not in TOWERS:
+        return small_around(config, text)
     tower = TOWERS[config.model_type]
     values = config.to_dict()
     vision = values["vision_config"]
@@ -101,16 +106,10 @@ def small_around(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrained
         for name, value in values.items()
         if name not in (*ABOUT_FILES, "text_config", "vision_config")
     }
-    language = text.to_dict()
-    if (
-        tower.is_grid
-    ):  # a time, a row and a column have their shares of half a head's numbers
-        language["rope_parameters"] = text.rope_parameters | {
-            "mrope_section": [4, 2, 2]
-        }
+    widths = dict.fromkeys(tower.widths, text.hidden_size)
     around |= tower.around | {
-        "text_config": language,
-        "vision_config": kept | tower.sizes,
+        "text_config": text.to_dict(),
+        "vision_config": kept | tower.sizes | widths,
     }
     return type(config)(**around)
 

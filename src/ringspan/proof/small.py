@@ -5,24 +5,29 @@ Widths, numbers of layers and experts, and lengths (windows, chunks, the length 
 """
 
 import copy
+import importlib.util
+import inspect
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.lines import one_line
+from ringspan.proof.around import narrower, parts_of
 from ringspan.proof.own_code import has_own_code
 from ringspan.proof.seeing import (
     ABOUT_FILES,
-    TOWERS,
     language_layers,
     sees,
-    small_around,
+    small_seeing,
 )
 from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.support import refuse_config, refuse_unsupported_decoder
+from ringspan.torch.model.view import view_of
 from ringspan.torch.model.weights.loading import auto_class
 
 VOCABULARY: Final = 97
@@ -38,6 +43,7 @@ _LAYERS: Final = (
     "n_layers",
     "num_layers",
     "decoder_layers",
+    "layers",
 )
 _HEADS: Final = (
     "num_attention_heads",
@@ -45,11 +51,12 @@ _HEADS: Final = (
     "n_heads",
     "decoder_attention_heads",
     "encoder_attention_heads",
+    "attention_heads",
 )
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
 # Sizes by the names that configs give them; a field that a config lacks, or has as None or 0, stays as it is.
 _SIZES: Final[dict[str, int]] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed", "embed_dim"), 64),
     **dict.fromkeys(("word_embed_proj_dim", "mamba_d_ssm"), 64),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_dim"), 96),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
@@ -67,13 +74,21 @@ _SIZES: Final[dict[str, int]] = {
     "qk_head_dim": 24,
     "kv_lora_rank": 24,
     "q_lora_rank": 32,
-    **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 12),
+    "index_head_dim": 12,
+    "indexer_head_dim": 16,
     **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 3),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("moe_num_experts",), 4),
     "zero_expert_num": 2,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("shape_embed_dim", "pronunciation_embed_dim"), 16),
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    **dict.fromkeys(("ple_embed_dim", "gated_norm_rank"), 16),
+    "ngram_vocab_size_base": 50,
+    "hc_lowrank": 8,
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 6),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
@@ -88,6 +103,10 @@ _LENGTHS: Final[dict[str, int]] = {
     **dict.fromkeys(("sliding_window", "window_size"), 8),
     "attention_chunk_size": 9,
     "index_topk": 7,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
     "original_max_position_embeddings": 32,
     "floor_scale": 8,
 }
@@ -106,9 +125,14 @@ _CHOSEN: Final = (
     "moe_k",
     "moe_topk",
 )
+# Parts of a model by their numbers of layers, in order: the middle one may run several times.
+_SECTIONS: Final = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
+# Keys that an index chooses, in pools of several.
+_POOLED: Final = {"index_kpool": 4, "index_topk": 8}
 # Heads, their size, and the factor by which a width grows that they share.
 _EXPANDED: Final = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
     ("num_heads", "head_dim", "expand"),
 )
 _LEFT_OUT: Final = (*ABOUT_FILES, "auto_map", "quantization_config")
@@ -138,16 +162,31 @@ class Small(NamedTuple):
 def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
     """Return a small config with a layer of each kind that comes among the first ``MOST_LAYERS`` different ones.
 
-    One that is not narrow has the given widths, experts and tables, for weights that are there.
+    One that is not narrow has the given widths, experts and tables, for weights that are there. A model that sees or
+    hears has small towers; only its language model is left if these cannot be made.
 
     Raises:
-        UnsupportedError: a model that sees or hears, or a type whose sizes are not known here.
+        UnsupportedError: what a ring refuses of the given model, or a type whose sizes are not known here.
     """
-    text = _language_of(config)
+    has_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder and not has_decoder:
+        refuse_config(config)
+    try:
+        return _small_model(config, is_narrow=is_narrow)
+    except UnsupportedError:
+        text = text_config(config)
+        if sees(config) and is_narrow and _writes(text):
+            return small_model(text)
+        if not config.is_encoder_decoder:
+            _refuse_as_given(config)
+        raise
+
+
+def _small_model(config: PreTrainedConfig, *, is_narrow: bool) -> Small:
     name = type(config).__name__
-    if not sees(config) and not _writes(text):
+    if not _writes(config):
         raise UnsupportedError(
-            f"{name}: transformers has no causal language model of it; use make models, which knows every type"
+            f"{name}: transformers has no language model of it; use the config of one"
         )
     try:
         kinds = _kinds(_on_meta(config))
@@ -156,47 +195,107 @@ def small_model(config: PreTrainedConfig, *, is_narrow: bool = True) -> Small:
             f"{name}: transformers makes no model of this config ({type(error).__name__}: {one_line(error)}); complete "
             "its fields"
         ) from error
-    values = text.to_dict()
-    for field in _LEFT_OUT:
-        values.pop(field, None)
     try:
-        kept = _first_of_each(kinds)
-        small = type(text)(**_shrunk(values, len(kinds), kept, is_narrow=is_narrow))
-        if has_own_code(text):
-            small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
-        if sees(config):
-            small = small_around(config, small)
+        small, kept = _small_config(config, kinds, is_narrow=is_narrow)
         model = _on_meta(small)
     except Exception as error:  # each type of model checks its sizes in its own way
         raise UnsupportedError(
-            f"{name} cannot be made small: {one_line(error)}; use make models, which knows every type"
+            f"{name} cannot be made small: {one_line(error)}; please open an issue with its config"
         ) from error
     count, there = model.num_parameters(), _kinds(model)
     if count > MOST_PARAMETERS and is_narrow:
         raise UnsupportedError(
-            f"{name} has {count:,} parameters when made small; use make models, which knows every type"
+            f"{name} has {count:,} parameters when made small; please open an issue with its config"
         )
+    text = text_config(config)
     small._attn_implementation = plain_of(text._attn_implementation)  # pyright: ignore[reportAttributeAccessIssue]
     left_out = max(0, len({*kinds}) - len({*there}))
     return Small(small, len(there), count, left_out, tuple(kept))
 
 
-def proven_part(config: PreTrainedConfig, *, is_narrow: bool) -> PreTrainedConfig:
-    """Return the config of what a trial has of a model that sees or hears: all of it, or only its language model.
+def _small_config(
+    config: PreTrainedConfig, kinds: list[Any], *, is_narrow: bool
+) -> tuple[PreTrainedConfig, list[int]]:
+    """Return a small config and the layers that it keeps: one of each kind, or two if the type takes no fewer."""
+    kept = _first_of_each(kinds)
+    try:
+        small = _with_layers(config, len(kinds), kept, is_narrow=is_narrow)
+        _on_meta(small)
+    except Exception:  # each type of model checks its layers in its own way
+        kept = _first_of_each(kinds, 2)
+        small = _with_layers(config, len(kinds), kept, is_narrow=is_narrow)
+    return small, kept
 
-    Raises:
-        UnsupportedError: a model that has no language model by itself, or whose own weights are asked for.
-    """
-    if not sees(config) or (config.model_type in TOWERS and is_narrow):
-        return config
-    text = text_config(config)
-    if not is_narrow or not _writes(text):
-        known = ", ".join(sorted(TOWERS))
-        raise UnsupportedError(
-            f"{type(config).__name__}: models that see or hear are not proven yet, but for {known} with random "
-            "weights; give the config of a language model"
-        )
-    return text
+
+def _with_layers(
+    config: PreTrainedConfig, layers: int, kept: list[int], *, is_narrow: bool
+) -> PreTrainedConfig:
+    """Return a small config that has the layers ``kept`` of all."""
+    text = _language_of(config)
+    values = text.to_dict()
+    for field in _LEFT_OUT:
+        values.pop(field, None)
+    shrunk = _shrunk(values, layers, kept, is_narrow=is_narrow)
+    if is_narrow:
+        shrunk |= _small_parts(text) | small_rope(text, shrunk)
+    small = type(text)(**shrunk)
+    if has_own_code(text):
+        small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
+    return small_seeing(config, small) if sees(config) else small
+
+
+def _small_parts(text: PreTrainedConfig) -> dict[str, Any]:
+    """Return the parts of a language model that have configs of their own, such as a tower inside of it."""
+    names = ("hidden_size", "vocab_size")
+    sizes = {getattr(text, name, 0): _SIZES[name] for name in names}
+    parts = parts_of(text)
+    return {name: narrower(part, sizes).to_dict() for name, part in parts}
+
+
+def small_rope(text: PreTrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary embeddings whose times, rows and columns have their shares of half a small head's numbers."""
+    if "mrope_section" not in _source(text):
+        return {}
+    rope = small.get("rope_parameters") or {}
+    if any(
+        isinstance(each, dict) for each in rope.values()
+    ):  # a table for each type of layers
+        parts = {name: each and _in_shares(each, small) for name, each in rope.items()}
+        return {"rope_parameters": parts}
+    return {"rope_parameters": _in_shares(rope, small)}
+
+
+def _in_shares(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    heads = next(small[name] for name in _HEADS if name in small)
+    size = small.get("head_dim") or small["hidden_size"] // heads
+    part = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
+    half = int(size * part) // 2
+    share = max(1, 3 * half // 8)
+    return rope | {"mrope_section": [share, share, half - 2 * share]}
+
+
+def _source(config: PreTrainedConfig) -> str:
+    """Return the source of the models of a type."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    found = importlib.util.find_spec(name)
+    return inspect.getsource(importlib.import_module(name)) if found else ""
+
+
+def _refuse_as_given(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedError if a ring refuses the model as it is, whatever its sizes."""
+    config = copy.deepcopy(config)
+    for each in (config, text_config(config)):
+        for field, value in vars(each).items():
+            if field.endswith(_DROPOUT) and isinstance(value, float):
+                setattr(each, field, 0.0)
+    refuse_config(config)
+    try:
+        view = view_of(_on_meta(config))
+    except Exception:  # whatever transformers raises of it
+        return
+    # Layers with a state cannot be tried without numbers, and those after them would seem to be none of a ring's.
+    if not view.stateful:
+        refuse_unsupported_decoder(view)
 
 
 def _language_of(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -205,8 +304,9 @@ def _language_of(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _writes(config: PreTrainedConfig) -> bool:
-    """Return whether there is a causal language model of a config."""
-    return type(config) in AutoModelForCausalLM._model_mapping or has_own_code(config)
+    """Return whether there is a language model of a config."""
+    auto = auto_class(config, sees=sees(config))
+    return type(config) in auto._model_mapping or has_own_code(config)
 
 
 def plain_of(implementation: str | None) -> str | None:
@@ -215,7 +315,16 @@ def plain_of(implementation: str | None) -> str | None:
 
 
 def _kinds(model: Any) -> list[tuple[Any, ...]]:
-    return [_kind_of(layer) for layer in language_layers(model).values()]
+    """Return the kind of each layer, which is another one in each section of a model."""
+    kinds = [_kind_of(layer) for layer in language_layers(model).values()]
+    sections = [
+        name
+        for name in _SECTIONS
+        for _ in range(getattr(text_config(model.config), name, 0))
+    ]
+    if len(sections) != len(kinds):
+        return kinds
+    return [*zip(sections, kinds, strict=True)]
 
 
 def _on_meta(config: PreTrainedConfig) -> Any:
@@ -248,12 +357,20 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value is None
 
 
-def _first_of_each(kinds: list[Any]) -> list[int]:
-    """Return the first layer of each kind, and a second layer if there is only one kind."""
+def _first_of_each(kinds: list[Any], count: int = 1) -> list[int]:
+    """Return the first layers of each kind, and a second layer if there is only one kind."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:MOST_LAYERS]
     if len(firsts) == 1 and len(kinds) > 1:
-        firsts.append(1)
-    return firsts
+        return [firsts[0], 1]
+    if count == 1:
+        return firsts
+    known = {kinds[place] for place in firsts}
+    places = range(len(kinds))
+    return [
+        place
+        for place in places
+        if kinds[place] in known and kinds[:place].count(kinds[place]) < count
+    ]
 
 
 def _shrunk(
@@ -287,12 +404,17 @@ def _small_heads(values: dict[str, Any]) -> dict[str, Any]:
         if name in values
     }
     # Latent attention rotates a part of each head, which some configs call the head.
-    rotated, rest = (
-        values.get(name, 0) for name in ("qk_rope_head_dim", "qk_nope_head_dim")
-    )
+    rotated, name = values.get("qk_rope_head_dim", 0), "qk_nope_head_dim"
     if rotated and "head_dim" in values:
-        sizes = {rotated: 8, rotated + rest: 24}
-        small["head_dim"] = sizes.get(values["head_dim"], 16)
+        layers = [values, *values.get("per_layer_config", {}).values()]
+        sizes = {rotated + layer[name]: 24 for layer in layers if name in layer}
+        small["head_dim"] = (sizes | {rotated: 8}).get(values["head_dim"], 16)
+    if "index_kpool" in values:
+        small |= _POOLED
+    # An index may have a head for each head of keys.
+    keys = small.get("num_key_value_heads")
+    if keys and values.get("index_n_heads") == values["num_key_value_heads"]:
+        small["index_n_heads"] = keys
     return small
 
 
@@ -323,6 +445,10 @@ def _small_layers(
     for name in ("first_k_dense_replace", "num_dense_layers"):
         if name in values:
             small[name] = sum(place < values[name] for place in kept)
+    if "num_layers_per_stack" in values:  # found from the layers of a stack (HRM)
+        small["num_layers_per_stack"] = None
+    if values.keys() >= {*_SECTIONS}:
+        small |= _small_sections(values, layers, kept)
     if "num_kv_shared_layers" in values:
         first = layers - values["num_kv_shared_layers"]
         small["num_kv_shared_layers"] = sum(place >= first for place in kept)
@@ -335,6 +461,19 @@ def _small_layers(
     return small
 
 
+def _small_sections(
+    values: dict[str, Any], layers: int, kept: list[int]
+) -> dict[str, Any]:
+    """Return how much stays of each section of a model, whose config may list several entries for a layer."""
+    ends = [*accumulate(values[name] for name in _SECTIONS)]
+    entries = ends[-1] // layers
+    places = [place * entries + entry for place in kept for entry in range(entries)]
+    sections = [sum(place >= end for end in ends) for place in places]
+    counts = {name: sections.count(at) for at, name in enumerate(_SECTIONS)}
+    types = [values["layer_types"][place] for place in places]
+    return counts | {"num_hidden_layers": len(places), "layer_types": types}
+
+
 def _small_value(
     name: str, value: Any, layers: int, kept: list[int], sizes: dict[str, int]
 ) -> Any:
@@ -345,23 +484,28 @@ def _small_value(
             for key, each in value.items()
         }
     if isinstance(value, list):
-        return _small_list(name, value, layers, kept, is_narrow=sizes is _NARROW)
+        return _small_list(name, value, layers, kept, sizes)
     if name.endswith(_DROPOUT) and isinstance(value, int | float):
         return type(value)(0)
     is_size = type(value) is int and value != 0
+    # Layers with a window may have heads of their own sizes.
+    name = name.removeprefix("swa_")
     if name in _WIDE and sizes is _WIDE and is_size:
         return min(value, _WIDE[name])
     return sizes.get(name, value) if is_size else value
 
 
 def _small_list(
-    name: str, value: list[Any], layers: int, kept: list[int], *, is_narrow: bool
+    name: str, value: list[Any], layers: int, kept: list[int], sizes: dict[str, int]
 ) -> list[Any]:
     """Return a list of a small config: of the layers that stay, of their places, or of the factors of positions."""
+    if name in sizes and all(type(each) is int for each in value):
+        value = [sizes[name] * each // max(value) for each in value]
     if len(value) == layers:
         return [value[place] for place in kept]
     if name.endswith(("_layers", "_layer_ids", "_indices")):
         return [kept.index(place) for place in value if place in kept]
+    is_narrow = sizes is _NARROW
     if (
         is_narrow and name.endswith("_factor") and value
     ):  # one for each pair of a head's numbers

@@ -33,6 +33,7 @@ from ringspan.torch.model.consistency.fixed import calling_parts
 from ringspan.torch.model.consistency.loop_watch import in_call
 from ringspan.torch.model.layers.cache_names import cache_name, given_cache
 from ringspan.torch.model.layers.decoder import cached_kinds, cached_states
+from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.model.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.memory.sharding import recovering_shards, settle
@@ -249,6 +250,7 @@ def refuse_states(model: RingModel) -> None:
         )
     elif model.ring_stateful:
         reason = why_no_cache(decoder)
+    reason = reason or family_of(decoder.config).no_cache(decoder.config)
     if reason:
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: {reason}; save the model with save_pretrained and "

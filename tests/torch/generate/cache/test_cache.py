@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from ringspan.core.errors import CheckpointError, UnsupportedError
+from ringspan.core.geometry.layer_mask import LayerMask
 from ringspan.torch.generate.cache import rows
+from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.quantised import QuantisedRows
 from ringspan.torch.generate.cache.rows import Rows
 from tests.cases import few, long
@@ -548,3 +550,11 @@ def test_dtypes_that_do_not_fit_raise_on_every_rank(pool, case, says):
         assert isinstance(outcome, ValueError), outcome
         with pytest.raises(ValueError, match=says):
             raise outcome
+
+
+def test_a_model_that_adds_layers_to_its_cache_does_not_generate():
+    cache = RingCache([LayerMask(), LayerMask()], ranks=1, rank=0)
+    cache.check_updated("Plain")
+    cache.layers += cache.layers[:1]
+    with pytest.raises(UnsupportedError, match="Looped does not generate on a ring"):
+        cache.check_updated("Looped")

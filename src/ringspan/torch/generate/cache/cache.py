@@ -53,6 +53,7 @@ class RingCache(Cache):
                 for kind, count in zip(kinds, counts, strict=True)
             ]
         )
+        self._num_layers = len(self.layers)
         self.keepers = [
             layer
             for layer in self.layers
@@ -154,6 +155,12 @@ class RingCache(Cache):
             )
 
     def check_updated(self, model_name: str) -> None:
+        """Raise UnsupportedError if a model has added layers to its cache, or a layer lacks the last tokens."""
+        if len(self.layers) != self._num_layers:
+            raise UnsupportedError(
+                f"{model_name} does not generate on a ring: it adds layers to its cache while it reads; generate on "
+                "one process"
+            )
         if behind := self.behind:
             raise UnsupportedError(
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "

@@ -76,6 +76,7 @@ class Family:
             would count local tokens.
         counts_distances: False if more than the distance of two tokens matters to attention.
         kv_heads: the number of key/value heads, if the config names it in its own way.
+        no_cache: tells by the config why a model does not generate on a ring; "" if it does.
         keyless_layers: layers that keep no keys of their own in a cache.
         no_tp: why tensor parallelism cannot split its layers.
         media: the images or sound that its models take.
@@ -94,6 +95,7 @@ class Family:
     query_scale: Callable[[nn.Module], Factors | None] | None = None
     counts_distances: bool = True
     kv_heads: Callable[[PreTrainedConfig], int] | None = None
+    no_cache: Callable[[PreTrainedConfig], str] = lambda _: ""
     keyless_layers: Callable[[PreTrainedConfig], Iterable[int]] = lambda _: ()
     no_tp: str = ""
     media: Kind | None = None
