@@ -404,6 +404,30 @@ def _of_tests(path: str) -> str:
     )
 
 
+def route_changes() -> str:
+    """Shares of tokens whose experts rounding, or a step of training, changes."""
+    rows: list[Sequence[object]] = [
+        (
+            f"a step, learning rate {row['learning_rate']:.0e}"
+            if row["learning_rate"]
+            else "rounding",
+            row["dtype"],
+            row["ranks"],
+            f"{100 * row['choices']:.1f}%",
+            f"{100 * row['tokens']:.1f}%",
+        )
+        for row in read("route-changes-cpu")["rows"]
+    ]
+    head = (
+        "what changes",
+        "dtype",
+        "ranks",
+        "choices of a layer",
+        "tokens, in any layer",
+    )
+    return table(head, rows, left=2)
+
+
 def log_prob_gap() -> str:
     """Noise of a token's log-probability, and how many tokens it takes until a completion's weight leaves [0.5, 2]."""
     # Chunks of the loss change nothing as a rule; rows that are equal but for them are one.
