@@ -26,6 +26,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "errors-float": partial(counts.errors, "float32"),
     "errors-bfloat": partial(counts.errors, "bfloat16"),
     "log-prob-gap": counts.log_prob_gap,
+    "host-cost": counts.host_cost,
     "route-changes": counts.route_changes,
     "vllm-rollouts": counts.vllm_rollouts,
     "faults": counts.faults,

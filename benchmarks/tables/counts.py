@@ -404,6 +404,44 @@ def _of_tests(path: str) -> str:
     )
 
 
+def host_cost() -> str:
+    """Processor time of a layer and step beside computing, on a ring and with plain FSDP2."""
+    rows: list[Sequence[object]] = []
+    for row in read("host-cost")["rows"]:
+        further = [
+            words
+            for words, is_so in (
+                ("LoRA", row["lora"]),
+                ("new documents", row["new_documents"]),
+            )
+            if is_so
+        ]
+        low, high = row["ratio_quartiles"]
+        rows.append(
+            (
+                ", ".join([row["kind"], *further]),
+                row["checkpoint"],
+                row["ranks"],
+                row["layers"],
+                f"{row['ring']['step']:.1f}",
+                f"{row['plain']['step']:.1f}",
+                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['ring']['calls']:,} / {row['plain']['calls']:,}",
+            )
+        )
+    head = (
+        "model",
+        "checkpoint",
+        "ranks",
+        "layers",
+        "ring, ms",
+        "plain FSDP2, ms",
+        "ratio (quartiles)",
+        "calls of Python",
+    )
+    return table(head, rows, left=2)
+
+
 def route_changes() -> str:
     """Shares of tokens whose experts rounding, or a step of training, changes."""
     rows: list[Sequence[object]] = [

@@ -77,6 +77,7 @@ def test_rates_rise_and_fall_in_a_stage_and_end_at_positions():
     assert lengths == sorted(lengths) and 0.99 < lengths[-1] / 16_384 <= 1
 
 
+@pytest.mark.long
 def test_the_extension_is_that_of_one_process(pool, tmp_path, capsys):
     train = imported("retrieval", "train")
     train.short(Namespace(output=tmp_path, steps=2, tokens=150, length=300))

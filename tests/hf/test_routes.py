@@ -72,7 +72,7 @@ def replayed(
         return found, share
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(grpo, 2), *long((grpo, 3), (rloo, 2))])
+@pytest.mark.parametrize(("make", "ranks"), long((grpo, 2), (grpo, 3), (rloo, 2)))
 def test_routes_of_equal_weights_change_nothing(world, server, make, ranks):
     """Then a step equals TRL's own on one process, which replays none."""
     options = {"adam_epsilon": 0.1}
@@ -114,7 +114,7 @@ def engine(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engine_ranks"), [(2, 1), *long((2, 2), (3, 1), (4, 2))]
+    ("ranks", "engine_ranks"), long((2, 1), (2, 2), (3, 1), (4, 2))
 )
 def test_routes_of_engines_with_equal_weights_change_nothing(
     world, engine, ranks, engine_ranks

@@ -16,6 +16,7 @@ from ringspan.proof.own_weights import OwnWeights, refuse_too_large
 from ringspan.proof.run import Proof, prove
 from ringspan.proof.small import FEW_TOKENS, small_model
 from ringspan.proof.trial import Subject
+from tests.cases import long
 
 
 def written(folder: Path, kind: str, **sizes: Any) -> Any:
@@ -118,7 +119,7 @@ def written_around(folder: Path, kind: str, vision: dict[str, Any]) -> Any:
     ("kind", "vision"),
     [
         ("llava", TOWER),  # its images are tried too
-        ("video_llava", TOWER),
+        *long(("video_llava", TOWER)),
     ],
 )
 def test_own_weights_of_a_language_model_that_sees_are_exact(

@@ -278,7 +278,7 @@ MIXTURE = {
 
 
 @pytest.mark.parametrize(
-    ("slices", "checkpoint"), [(4, "full"), *long((2, "attention"), (4, "none"))]
+    ("slices", "checkpoint"), long((4, "full"), (2, "attention"), (4, "none"))
 )
 def test_experts_in_slices_are_counted_as_traced(slices, checkpoint):
     config = models.config("qwen3_moe", **WIDE | MIXTURE)

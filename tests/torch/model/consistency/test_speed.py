@@ -91,6 +91,7 @@ def watched(mesh: Any, folder: str) -> Any:
     return lines, watch.metrics, COUNTERS.hops
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_longer_in_each_hop_is_named(pool, tmp_path):
     found = pool.run(watched, 3, str(tmp_path))
     for rank, (lines, metrics, records) in enumerate(found):

@@ -79,7 +79,10 @@ class Switches:
         return [value if type(value) in _FIXED else _copied(value) for value in values]
 
     def _trained(self) -> list[bool]:
-        held = [each[name] for each, name in self._parameters]
+        try:
+            held = [each[name] for each, name in self._parameters]
+        except KeyError:  # packed weights are away between passes
+            held = [each.get(name) for each, name in self._parameters]
         return [each is not None and each.requires_grad for each in held]
 
     def _set(self, values: list[Any]) -> None:
