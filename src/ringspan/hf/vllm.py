@@ -238,7 +238,7 @@ class RingVLLMGeneration(VLLMGeneration):
 
     @contextmanager
     def _answers(self) -> Iterator[list[Any]]:
-        """Yield a list that takes the engine's answers: TRL hands on their tokens and log-probabilities alone."""
+        """Yield a list that takes the engine's answers: TRL hands on only their tokens and log-probabilities."""
         answers: list[Any] = []
         ask = self.llm.generate
 

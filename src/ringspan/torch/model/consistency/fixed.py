@@ -45,6 +45,9 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._look_at(model)
+
+    def _look_at(self, model: nn.Module) -> None:
         modules = modules_in(model)
         self._children = [
             (module._modules, dict(module._modules))
@@ -78,7 +81,7 @@ class Structure:
             )
             first = next(changed, None)
             return "a module is gone" if first is None else paths[first]
-        self._children, self._without = found._children, found._without
+        self._look_at(model)
         return None
 
     def _is_same(self) -> bool:
@@ -92,7 +95,7 @@ class Structure:
 
 def known_parameters(model: RingModel) -> list[nn.Parameter]:
     """Return the parameters of the model as it was when it was put on the ring, each once."""
-    # By id, since a tensor's hash is a call of Python.
+    # A tensor's hash is a call of Python, an id is not.
     found = {
         id(parameter): parameter
         for parameters, names in _places(model)
