@@ -261,7 +261,7 @@ def main(
 
 
 def _place(row: dict[str, Any]) -> tuple[str, int, int]:
-    return row["kind"], row["ranks"], row.get("layers", LAYERS)
+    return row["kind"], row["ranks"], row["layers"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many tokens of a mixture of experts are routed to other experts by rounding, and by a step of training.
+"""Tokens of a mixture of experts that rounding, or a step of training, sends to other experts: their share.
 
     python -m benchmarks.route_changes > benchmarks/results/route-changes-cpu.json
 

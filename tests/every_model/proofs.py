@@ -35,8 +35,6 @@ def _dense_first(layers: int) -> dict[str, list[str]]:
 _BOTH: Final = ("full_attention", "sliding_attention")
 _DENSE: Final = {"mlp_only_layers": [0]}
 _SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
-# Fields that a type's usual config lacks, without which transformers makes no language model of it, and fields that
-# give it further kinds of layers: windows, dense feed-forwards, scalings.
 _HEADS: Final = {"head_dim": 128}
 _CODES: Final = {"vocabulary_map": {"<image>": 8197}}
 _SLIDING_ROPE: Final = {
@@ -66,10 +64,6 @@ _INDEXED: Final = {
     "ple_layer_ids": [1, 3],
     "eos_token_id": 5,
 }
-_WINDOW: Final = {"sliding_window": 4096}
-_SLIDING: Final = {"use_sliding_window": True, "max_window_layers": 1}
-_DENSE: Final = {"mlp_only_layers": [0]}
-_SCALED: Final = {"logits_scaling": 8.0, "attention_multiplier": 0.1}
 # Fields that a type's usual config lacks, without which transformers makes no language model of it, and fields that
 # give it further kinds of layers: windows, dense feed-forwards, scalings.
 FIELDS: Final[dict[str, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""How a run ends, or goes on, when a node is lost, a machine taken back, a disk full or a file system stalled.
+"""Ends of a run, and how it goes on: a node is lost, a machine taken back, a disk full, a file system stalled.
 
 ``python -m tests.faults.endings CONFIG FOLDER``: a job of two ranks whose files are written to disk no longer while the
 folder has a file ``stall``.

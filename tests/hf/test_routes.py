@@ -105,6 +105,11 @@ def test_other_routes_of_a_server_are_trained_on(world, server):
     close(found[2], found[1])
 
 
+def without_engines(mesh: Any, options: Any, ring: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        grpo(mesh, "gpt_oss", ring, folder, STEPS | options)
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> dict[str, Any]:
     """The options of a trainer whose completions engines on its own ranks make."""
@@ -136,6 +141,13 @@ def test_other_routes_of_engines_are_trained_on(world, engine):
         assert min(share for _, share in every) > 0.5
         found[ranks] = every[0][0]
     close(found[2], found[1])
+
+
+def test_without_vllm_trl_says_so(world, engine):
+    ring = {"replay_routes": "rollout"}
+    for error in world(2).outcomes(without_engines, 2, engine, ring):
+        assert type(error) is ImportError, error
+        assert "vLLM is not available" in str(error)
 
 
 def test_an_engine_without_routes_is_named(world, engine):

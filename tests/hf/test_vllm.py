@@ -93,6 +93,18 @@ def trained(
         return found, [[one.get(name) for name in RATIOS] for one in logs]
 
 
+def close_ratios(
+    found: list[list[Any]], expected: list[list[Any]], *, logs_none: bool = False
+) -> None:
+    """Hold the logged ratios to those of one process; vLLM had the weights of each step if they are near 1."""
+    for one, other in zip(found, expected, strict=True):
+        if logs_none:  # as RLOO, which has no such ratio
+            assert one == other == [None] * len(RATIOS)
+            continue
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert one[1] < 1e-4, "it has the weights of the step"
+
+
 @pytest.mark.parametrize(
     ("make", "options", "ranks", "ring", "replicate"),
     [
@@ -125,12 +137,7 @@ def test_steps_with_a_server_equal_one_process(
         if replicate > 1:  # a mean of means over other batches
             found["entropy"] = expected["entropy"]
         close(found, expected)
-        for one, other in zip(near, ratios, strict=True):
-            if make is rloo:  # it has no such ratio
-                assert one == other == [None] * len(RATIOS)
-                continue
-            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-            assert one[1] < 1e-4, "the server has the weights of the step"
+        close_ratios(near, ratios, logs_none=make is rloo)
     # The two rows more tell the vocabulary.
     assert rows == server.rows - 1, "each replica asks once"
 
@@ -155,9 +162,7 @@ def test_a_rollout_of_ones_own_asks_the_server_once(world, server):
     server.reload(server.folder)
     for found, near in world(2).run(trained, 2, grpo, {}, server.url, options):
         close(found, expected)
-        for one, other in zip(near, ratios, strict=True):
-            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-            assert one[1] < 1e-4, "the server has the weights of the step"
+        close_ratios(near, ratios)
     assert rows == server.rows - 1, "the ring asks once"
 
 

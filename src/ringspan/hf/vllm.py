@@ -1,7 +1,7 @@
 """TRL's generation by vLLM for a model that is split over rings: in a server, or on the model's own ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ringspan.core.errors import ConfigError
 from ringspan.hf.config import RingConfig
 from ringspan.hf.routes import KeptRoutes
-from ringspan.hf.vllm_client import RingVLLMClient, answering, folder_in
+from ringspan.hf.vllm_client import (
+    RingVLLMClient,
+    answering,
+    folder_in,
+    replaced,
+)
 from ringspan.torch.engine.transport.collectives import gather, gather_over
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.consistency.calls import meeting
@@ -47,6 +52,11 @@ class RingVLLMGeneration(VLLMGeneration):
     def is_first(self) -> bool:
         """True on the rank that speaks to the server."""
         return dist.get_rank() == int(self.ring_mesh.mesh.min())
+
+    @property
+    def _replays(self) -> bool:
+        """True if the trainer replays the routes that vLLM returns."""
+        return self.ring.replay_routes == "rollout"
 
     def sync_weights(self) -> None:
         """Hand the model's weights over; every rank calls it, and an error of one raises on all."""
@@ -179,21 +189,18 @@ class RingVLLMGeneration(VLLMGeneration):
     @contextmanager
     def _as_one_process(self) -> Iterator[None]:
         """Let TRL's code run on this rank alone, with all prompts: its gathers and broadcasts return what they get."""
-        space: Any = vars(vllm_generation)
-        ours = {
-            "gather_object": lambda things: things,
-            "broadcast_object_list": lambda things, **_: things,
-        }
-        theirs = {name: space[name] for name in ours}
         several, self.accelerator = (
             self.accelerator,
             SimpleNamespace(is_main_process=True, process_index=0, num_processes=1),
         )
-        space.update(ours)
         try:
-            yield
+            with replaced(
+                vllm_generation,
+                gather_object=lambda things: things,
+                broadcast_object_list=lambda things, **_: things,
+            ):
+                yield
         finally:
-            space.update(theirs)
             self.accelerator = several
 
     # An engine on the ranks of a ring
@@ -255,7 +262,7 @@ class RingVLLMGeneration(VLLMGeneration):
 
     def _routes_of(self, answers: list[Any]) -> list[Tensor] | None:
         """Return the routes (tokens, layers, K) of an engine's answers; None if the trainer replays none."""
-        if self.ring_kept_routes is None or self.ring_kept_routes.records:
+        if not self._replays:
             return None
         found = [one.routed_experts for answer in answers for one in answer.outputs]
         if any(routes is None for routes in found):
@@ -285,7 +292,7 @@ class RingVLLMGeneration(VLLMGeneration):
                     self.group_port,
                     self.server_timeout,
                     folder,
-                    with_routes=self.ring.replay_routes == "rollout",
+                    with_routes=self._replays,
                 )
                 client.prepare(self.accelerator.device, vocabulary)
                 self.vllm_client = client
@@ -321,20 +328,15 @@ class RingVLLMGeneration(VLLMGeneration):
             # The ranks of an engine have equal prompts, so that TRL has none to gather.
             self.tensor_parallel_size = 1
 
-    @contextmanager
-    def _with_routes(self, trained: Any) -> Iterator[None]:
+    def _with_routes(self, trained: Any) -> AbstractContextManager[None]:
         """Let TRL start an engine that returns its routes, if the trainer replays them."""
         base: Any = base_of(trained)
-        if self.ring.replay_routes != "rollout" or not base.ring_experts:
-            yield
-            return
-        space: Any = vars(vllm_generation)
-        theirs = space["LLM"]
-        space["LLM"] = partial(theirs, enable_return_routed_experts=True)
-        try:
-            yield
-        finally:
-            space["LLM"] = theirs
+        engine = getattr(vllm_generation, "LLM", None)
+        # Without vLLM TRL says what is missing.
+        if not self._replays or not base.ring_experts or engine is None:
+            return nullcontext()
+        engine = partial(engine, enable_return_routed_experts=True)
+        return replaced(vllm_generation, LLM=engine)
 
     def _refuse_packed_files(self, model: Any) -> None:
         quantizer = getattr(base_of(model), "hf_quantizer", None)

@@ -3,9 +3,10 @@
 import tempfile
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 from uuid import uuid4
 
@@ -26,15 +27,20 @@ _TOKENS: Final = "/inference/v1/generate"
 
 
 @contextmanager
-def without_vllm() -> Iterator[None]:
-    """Let TRL make its client without vLLM: it needs vLLM for NCCL only."""
-    space: Any = vars(vllm_client)
-    theirs = space["is_vllm_available"]
-    space["is_vllm_available"] = lambda *_, **__: True
+def replaced(module: ModuleType, **ours: Any) -> Iterator[None]:
+    """Put ours in the place of a module's names, which code of that module looks up when it runs."""
+    space = vars(module)
+    theirs = {name: space[name] for name in ours}
+    space.update(ours)
     try:
         yield
     finally:
-        space["is_vllm_available"] = theirs
+        space.update(theirs)
+
+
+def without_vllm() -> AbstractContextManager[None]:
+    """Let TRL make its client without vLLM: it needs vLLM for NCCL only."""
+    return replaced(vllm_client, is_vllm_available=lambda *_, **__: True)
 
 
 class RingVLLMClient(VLLMClient):

@@ -36,7 +36,7 @@ class AsyncSaves:
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
         tensors |= {f"optimizer_{i}": state for i, state in enumerate(optimizers)}
-        # Torch's stager makes a deep copy of each tensor and fills it again, which takes three times as long.
+        # Torch's stager makes a deep copy of each tensor, and then fills it again.
         copied = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), tensors)
         rest = io.BytesIO()
         torch.save(checkpoint, rest)

@@ -45,9 +45,6 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._look_at(model)
-
-    def _look_at(self, model: nn.Module) -> None:
         modules = modules_in(model)
         self._children = [
             (module._modules, dict(module._modules))
@@ -81,7 +78,7 @@ class Structure:
             )
             first = next(changed, None)
             return "a module is gone" if first is None else paths[first]
-        self._look_at(model)
+        vars(self).update(vars(found))  # modules without parameters may be others
         return None
 
     def _is_same(self) -> bool:

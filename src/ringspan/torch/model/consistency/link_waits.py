@@ -8,11 +8,11 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from ringspan.torch.engine.transport.clock import Moment
 from ringspan.torch.engine.transport.exchange import TransferRecord
+from ringspan.torch.runtime.host import boot_id
 
 # Largest difference of two clocks after a second, in seconds.
 _DRIFT: Final = 1e-4
@@ -105,6 +105,6 @@ class ClockBounds:
 def machine() -> str:
     """Return what is equal for processes that share a clock."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return socket.gethostname()

@@ -40,6 +40,7 @@ from ringspan.core.messages.lines import shortened
 from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.runtime.environment import is_launched
 from ringspan.torch.runtime.flight_recorder import is_recording, write_calls
+from ringspan.torch.runtime.host import boot_id
 
 
 @dataclass
@@ -522,9 +523,7 @@ def _furthest_behind(places: dict[int, Place]) -> tuple[dict[int, Place], str]:
 def _machine() -> str:
     """Return an identity of the machine: boot id and pid namespace, equal if processes can signal each other."""
     try:
-        return Path(
-            "/proc/sys/kernel/random/boot_id"
-        ).read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return boot_id() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return secrets.token_hex(16)  # equal to no other rank's
 

@@ -52,10 +52,8 @@ class Switches:
             if before == values and others == trained:
                 yield
                 return
-            own = [
-                attributes.get(name, _ABSENT) for attributes, name in self._attributes
-            ]
-            held = [each.get(name) for each, name in self._parameters]
+            own = _looked_up(self._attributes, _ABSENT)
+            held = _looked_up(self._parameters)
             self._set(values)
             _require(held, trained)
             try:
@@ -64,31 +62,33 @@ class Switches:
                 self._set(own)
                 # FSDP may have swapped a sharded parameter for its whole copy meanwhile; both must be reset.
                 _require(held, others)
-                _require([each.get(name) for each, name in self._parameters], others)
+                _require(_looked_up(self._parameters), others)
 
         return as_then
 
     def _values(self) -> list[Any]:
-        # Lookups without a call: each layer reads dozens, in forward and in backward.
-        try:
-            values = [attributes[name] for attributes, name in self._attributes]
-        except KeyError:  # one was deleted
-            values = [
-                attributes.get(name, _ABSENT) for attributes, name in self._attributes
-            ]
+        values = _looked_up(self._attributes, _ABSENT)
         return [value if type(value) in _FIXED else _copied(value) for value in values]
 
     def _trained(self) -> list[bool]:
-        try:
-            held = [each[name] for each, name in self._parameters]
-        except KeyError:  # packed weights are away between passes
-            held = [each.get(name) for each, name in self._parameters]
+        held = _looked_up(self._parameters)
         return [each is not None and each.requires_grad for each in held]
 
     def _set(self, values: list[Any]) -> None:
         for (attributes, name), value in zip(self._attributes, values, strict=True):
             if value is not _ABSENT:
                 attributes[name] = value
+
+
+def _looked_up(
+    places: list[tuple[dict[str, Any], str]], absent: object = None
+) -> list[Any]:
+    """Return what dicts have under names; ``absent`` for a name that is gone, as of packed weights between passes."""
+    # Without a call for each: every layer reads dozens, in forward and in backward.
+    try:
+        return [each[name] for each, name in places]
+    except KeyError:
+        return [each.get(name, absent) for each, name in places]
 
 
 def _require(parameters: list[nn.Parameter | None], trained: list[bool]) -> None:
