@@ -116,7 +116,9 @@ UNTRIED: Final = (
 )
 # Options that a type needs.
 _KEPT: Final = {"checkpoint": "none"}
-OPTIONS: Final = dict.fromkeys(("ctrl", "jetmoe"), _KEPT)
+OPTIONS: Final = dict.fromkeys(
+    ("ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt"), _KEPT
+)
 
 
 def proven_config(kind: str) -> PretrainedConfig:
