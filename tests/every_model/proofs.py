@@ -98,6 +98,7 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
     | _dense_first(60),
     "ministral": _HEADS | _in_turn(*_BOTH, layers=32),
     **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _WINDOW),
+    "xmod": {"default_language": "en_XX"},
     "nemotron": _HEADS | {"num_key_value_heads": 8},
     **dict.fromkeys(("qwen2", "qwen3"), _SLIDING),
     "smollm3": _WINDOW | _SLIDING | _in_turn(*_BOTH, layers=36),
@@ -116,9 +117,10 @@ UNTRIED: Final = (
 )
 # Options that a type needs.
 _KEPT: Final = {"checkpoint": "none"}
-OPTIONS: Final = dict.fromkeys(
-    ("ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt"), _KEPT
+_WITHOUT_CHECKPOINT: Final = (
+    "ctrl gpt_neox_japanese granite_speech granite_speech_plus jetmoe openai-gpt"
 )
+OPTIONS: Final = dict.fromkeys(_WITHOUT_CHECKPOINT.split(), _KEPT)
 
 
 def proven_config(kind: str) -> PretrainedConfig:
@@ -130,10 +132,12 @@ def proven_config(kind: str) -> PretrainedConfig:
     config = make(**changes)
     if kind.endswith(MULTIMODAL):
         return config
-    # Many types have a class for the language model alone, which is another type's too.
+    # Many types have a class for the language model alone, which is another type's too. An encoder-decoder's own config
+    # says what its decoder is; the one of its text has other names for that.
     text, classes = text_config(config), MODEL_FOR_CAUSAL_LM_MAPPING
     is_text = type(text) in classes and classes[type(text)] is classes[type(config)]
-    return text if is_text else config
+    is_own = type(text) is type(config)
+    return text if is_text and not is_own else config
 
 
 def prove_kind(mesh: DeviceMesh, kind: str) -> tuple[Proof, float]:

@@ -392,7 +392,7 @@ def page(facts: dict[str, Any]) -> str:
         "",
         *_table(texts, (*TRIALS, GENERATION, PROOF, PLAN)),
         "",
-        'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
+        'Types without activation checkpointing in transformers (ctrl, jetmoe, GPT-1) need `checkpoint="none"`.',
         "",
         "BART, its relatives, TrOCR and Whisper compare labels with the logits of the same token in their own loss.",
         "On a ring labels are shifted as those of all models, and `parallelize` says so. RoBERTa and its relatives",
@@ -434,12 +434,16 @@ def page(facts: dict[str, Any]) -> str:
             for sees in (False, True)
         )
         lines.append(f"| {why} | {needed} | {' | '.join(names)} |")
-    lines += ["", "## What was not tried", "", "No tiny config was made of these:", ""]
     lines += [
-        "| model type | class | why |",
-        "| --- | --- | --- |",
+        "",
+        "## What was not tried",
+        "",
+        "No tiny config was made of these. A proof makes the language model without a tower that cannot be made:",
+        "",
+        "| model type | class | why | proof |",
+        "| --- | --- | --- | --- |",
         *(
-            f"| {_name(row['kind'])} | {auto_class(row['kind']).__name__} | {row['untried']} |"
+            f"| {_name(row['kind'])} | {auto_class(row['kind']).__name__} | {row['untried']} | {_cell(row[PROOF])} |"
             for row in untried
         ),
         "",

@@ -61,18 +61,17 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
 
 
-# It has an encoder, and its decoder computes attention in its own code.
-TWO_REASONS = {"prophetnet"}
+# An encoder, and attention in the decoder's own code; no head of its own, and more than one token at a time before it.
+TWO_REASONS = {"prophetnet", "blip:multimodal"}
 
 
 def test_proofs_have_the_verdicts_of_the_other_trials():
-    proven = [row for row in FACTS["rows"] if PROOF in row]
-    assert len(proven) > 60
-    for row in proven:
+    for row in FACTS["rows"]:
         proof, trial = row[PROOF], row.get("sequence", {})
-        if "error" in trial:
+        assert "failed" not in proof, row
+        if "error" in trial or "exact" in proof:
             assert proof["exact"] and proof["error"] < 1e-9, row
-        elif "refused" in trial:
+        elif "refused" in trial and "refused" in proof:
             reasons = {refusal_of(each["refused"]) for each in (proof, trial)}
             assert len(reasons) == 1 or row["kind"] in TWO_REASONS, row
 

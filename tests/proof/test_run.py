@@ -59,6 +59,9 @@ def proven(
         ),
         *long(("gemma3_text", 3, {"layout": "striped"}), ("qwen3_next", 2, {})),
         ("llama4_text", 2, {}),  # scales queries by positions, which count padding
+        ("mistral_large4", 2, {}),  # scales them by logarithms
+        ("paligemma", 2, {}),  # is told which tokens are of a prompt
+        *long(("xglm", 2, {})),  # makes a number of the default dtype
         *long(
             ("dory", 2, {}),  # scales channels after it has rotated them
             ("gpt_oss", 2, {"folds": 2}),

@@ -100,6 +100,12 @@ def test_sections_of_a_model_shrink_in_their_places():
     assert small.config.n_recurrent_loops == 2
 
 
+def test_a_small_head_rotates_the_part_that_latents_have():
+    small = small_model(CONFIG_MAPPING["mistral4"]()).config
+    share = small.rope_parameters["partial_rotary_factor"]
+    assert share * small.head_dim == small.qk_rope_head_dim < small.head_dim
+
+
 def test_rotary_axes_share_half_a_small_head():
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
     config = CONFIG_MAPPING["qwen2_vl_text"](rope_parameters=rope)

@@ -38,6 +38,7 @@ FAMILIES: Final = (
     Family(
         name="Mistral Large 4",
         types=("mistral_large4_text",),
+        counts_distances=False,  # queries are scaled by the logarithm of their positions
         index=ChosenKeys(mixin=_IndexOfHidden),
     ),
 )

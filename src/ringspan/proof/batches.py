@@ -6,12 +6,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ringspan.torch.data.media.inputs import TOKEN_TYPES
 from ringspan.torch.data.padding import IGNORED
 
 _FIRST_TOKEN: Final = 3  # after those that begin, end and pad
 _OF_TOKENS: Final = frozenset(
     {"input_ids", "labels", "attention_mask", "position_ids"}
     | {"segment_lengths", "segment_parents"}
+    | {*TOKEN_TYPES}
 )
 TREE: Final = "a tree of rows with one beginning"
 
@@ -40,6 +42,7 @@ class Batch(NamedTuple):
     def read(self, row: int, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the arguments of tokens for one process that reads a part."""
         names = ["input_ids"] + ["attention_mask"] * self.keeps_padding
+        names += [name for name in TOKEN_TYPES if name in self.inputs]
         return {name: self.inputs[name][row : row + 1, list(places)] for name in names}
 
     @property

@@ -38,6 +38,9 @@ def _wide(name: str) -> dict[str, Any]:
         "torch.float64",
         source.replace(".float()", ".double()"),
     )
+    # ``torch.full`` makes the default dtype, which does not hold the smallest float64.
+    smallest = r"(torch\.full\(\(\), torch\.finfo\((\w+)\.dtype\)\.min)"
+    source = re.sub(smallest, r"\1, dtype=\2.dtype", source)
     # torch takes any of equal scores, and which one may depend on the length of the row.
     ordered = r"\1.sort(dim=\3, descending=True, stable=True).indices.narrow(\3, 0, \2)"
     source = re.sub(r"(\w*scores)\.topk\((.+), dim=(-?\d)\)\.indices", ordered, source)

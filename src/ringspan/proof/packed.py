@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.extras import require
-from ringspan.torch.model.weights.packed import packed_weights
+from ringspan.torch.model.weights.packed import packed_weights, settle_packed
 
 
 def refuse_packing(packed: dict[str, Any], adapter: object) -> None:
@@ -31,7 +31,7 @@ def packed_copy(model: Any, packed: dict[str, Any], dtype: torch.dtype) -> Any:
     """Return a copy of a model in a dtype, with linear layers that transformers has packed like ``packed`` says."""
     how = AutoQuantizationConfig.from_dict({"quant_method": "bitsandbytes"} | packed)
     with _without_bars():
-        return type(model).from_pretrained(
+        made = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict=model.state_dict(),
@@ -39,6 +39,9 @@ def packed_copy(model: Any, packed: dict[str, Any], dtype: torch.dtype) -> Any:
             dtype=dtype,
             device_map="cpu",
         )
+    # In evaluation bitsandbytes would pack weights again, for some CPUs, and fails for small ones. A ring does not either.
+    settle_packed(made)
+    return made
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from ringspan.proof.trial import Subject, Trial
 from ringspan.torch.engine.transport.collectives import gather_over
 from ringspan.torch.model.adapters import base_of, is_peft
 from ringspan.torch.model.layers.decoder import text_config
+from ringspan.torch.model.layers.family import family_of
 from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.runtime.mesh import init_mesh
 
@@ -238,6 +239,10 @@ def _batches(
     given = batches(
         mesh["ring"].size(), options.get("folds", 1), vocabulary=vocabulary, tree=tree
     )
+    media = family_of(small).media
+    if media is not None and media.is_prefix and media.blocks:
+        for batch in given.values():  # plain text, not a prompt
+            batch.inputs[media.blocks] = torch.ones_like(batch.inputs["input_ids"])
     if small.model_type in TOWERS:
         length = given[_FIRST].inputs["input_ids"].shape[1]
         given[IMAGES] = batch_with_images(small, length)

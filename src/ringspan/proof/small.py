@@ -43,6 +43,7 @@ _LAYERS: Final = (
     "n_layers",
     "num_layers",
     "decoder_layers",
+    "encoder_layers",
     "layers",
 )
 _HEADS: Final = (
@@ -81,6 +82,7 @@ _SIZES: Final[dict[str, int]] = {
     **dict.fromkeys(("moe_num_experts",), 4),
     "zero_expert_num": 2,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "decoder_vocab_size": VOCABULARY,
     "hidden_size_per_layer_input": 16,
     **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), VOCABULARY),
     **dict.fromkeys(("shape_embed_dim", "pronunciation_embed_dim"), 16),
@@ -238,6 +240,7 @@ def _with_layers(
     shrunk = _shrunk(values, layers, kept, is_narrow=is_narrow)
     if is_narrow:
         shrunk |= _small_parts(text) | small_rope(text, shrunk)
+        shrunk |= _small_share(values, shrunk)
     small = type(text)(**shrunk)
     if has_own_code(text):
         small.auto_map, small.name_or_path = text.auto_map, text.name_or_path
@@ -263,6 +266,17 @@ def small_rope(text: PreTrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
         parts = {name: each and _in_shares(each, small) for name, each in rope.items()}
         return {"rope_parameters": parts}
     return {"rope_parameters": _in_shares(rope, small)}
+
+
+def _small_share(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Return rotary embeddings with the share of a small head that latent attention rotates, if they say one."""
+    rope = small.get("rope_parameters") or {}
+    size, part = values.get("head_dim"), values.get("qk_rope_head_dim")
+    share = rope.get("partial_rotary_factor")
+    if not (size and part and share) or share * size != part:
+        return {}
+    share = small["qk_rope_head_dim"] / small["head_dim"]
+    return {"rope_parameters": rope | {"partial_rotary_factor": share}}
 
 
 def _in_shares(rope: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:

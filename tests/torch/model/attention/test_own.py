@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    LlamaForCausalLM,
+)
 
 import ringspan as rs
-from ringspan.torch.model.layers.decoder import head_counts, layer_kinds
+from ringspan.core.geometry.layer_mask import CAUSAL
+from ringspan.torch.model.layers.decoder import (
+    cached_kinds,
+    head_counts,
+    layer_kinds,
+)
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from tests.cases import long
@@ -246,3 +257,20 @@ def test_configs_with_their_own_names_for_heads_and_windows():
     )
     assert head_counts(grouped) == [(8, 4)]
     assert [kind.window for kind in layer_kinds(tiny_config("gpt_neo"))] == [None, 8]
+
+
+def test_a_decoder_beside_an_encoder_counts_its_own_layers():
+    config = BartConfig(
+        encoder_layers=3,
+        decoder_layers=2,
+        d_model=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        vocab_size=64,
+        is_decoder=True,
+    )
+    config = BartForCausalLM(config).config
+    assert head_counts(config) == [(4, 4)] * 2
+    assert cached_kinds(config) == (CAUSAL,) * 2

@@ -17,11 +17,29 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+# Names of a decoder's own fields, if the usual ones are of an encoder (BART).
+_OF_DECODERS: Final = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+}
+
+
+def of_decoder(config: PreTrainedConfig, field: str) -> Any:
+    """Return a config field of the decoder's layers; None if absent."""
+    name = _OF_DECODERS.get(field, field)
+    own = getattr(config, name, None)
+    return getattr(config, field, None) if own is None else own
+
+
+def num_layers(config: PreTrainedConfig) -> Any:
+    return of_decoder(config, "num_hidden_layers")
+
+
 def of_layers(config: PreTrainedConfig, field: str) -> list[Any]:
     """Return a config field for each layer; None if absent. Gemma 4 has it only in a config per layer."""
     if getattr(config, "is_heterogeneous", False):
         return [getattr(layer, field, None) for layer in config.per_layer_config]
-    return [getattr(config, field, None)] * config.num_hidden_layers
+    return [of_decoder(config, field)] * num_layers(config)
 
 
 # Types of layers that carry a state over tokens or convolve them; some of these have attention too.
@@ -46,7 +64,7 @@ def without_attention(config: PreTrainedConfig) -> set[int]:
 
 def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
     """Return each layer's query and key/value heads; empty without attention; UnsupportedError without heads."""
-    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+    if not isinstance(num_layers(config), int):
         raise UnsupportedError(
             f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM"
         )
@@ -91,7 +109,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerMask, ...]:
     masks = family_of(config).layer_masks
     if masks is not None:
         return tuple(masks(config))
-    usual = ["sliding_attention"] * config.num_hidden_layers
+    usual = ["sliding_attention"] * num_layers(config)
     slides = getattr(config, "use_sliding_window", True)
     windows = of_layers(config, "sliding_window")
     chunks = of_layers(config, "attention_chunk_size")
@@ -109,10 +127,8 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerMask, ...]:
 
 def cached_kinds(config: PreTrainedConfig) -> tuple[LayerMask | None, ...]:
     """Return each layer's mask; None for layers without keys of their own (no attention, or those of another layer)."""
-    own = config.num_hidden_layers - (
-        getattr(config, "num_kv_shared_layers", None) or 0
-    )
-    others = {*range(own, config.num_hidden_layers), *without_attention(config)}
+    own = num_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    others = {*range(own, num_layers(config)), *without_attention(config)}
     others |= {*family_of(config).keyless_layers(config)}
     sharing = getattr(config, "kv_sharing_modes", ())
     others |= {
@@ -128,7 +144,7 @@ def cached_kinds(config: PreTrainedConfig) -> tuple[LayerMask | None, ...]:
 
 def cached_states(config: PreTrainedConfig) -> tuple[int, ...]:
     """Return each layer's number of cached convolutions and states, 0 if none."""
-    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or [""] * num_layers(config)
     counts = of_layers(config, "number_of_conv_states")
     return tuple(
         (count or 1) if kind in STATEFUL_LAYERS else 0
@@ -176,7 +192,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return layers that do not support checkpointing (GPT-1): the list of ``num_hidden_layers`` modules."""
     config: Any = getattr(model, "config", None)
-    count = getattr(config, "num_hidden_layers", None)
+    count = num_layers(config)
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return {f"{path}.{number}": layer for number, layer in enumerate(module)}
