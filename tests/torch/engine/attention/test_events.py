@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -237,7 +236,7 @@ def both(part, loop, arguments, kernel, **options):
         )
         for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
     }
-    with torch.no_grad(), patch.dict(kernels.KERNELS, table):
+    with torch.no_grad(), kernels.registered(*table.values()):
         if kernel in OF_CUDA:  # they remember where sequences are cut
             loop(replace(mine, exchange=Alone()), *arguments, **options)
             calls.clear()
@@ -245,7 +244,7 @@ def both(part, loop, arguments, kernel, **options):
             results = loop(mine, *arguments, **options)
         q, k, v = arguments[1:4] if loop is ring.backward else arguments
         serving = kernels.serving(kernel, q, v, SCORES)
-        _, heads, _ = next(mine.heads(q, k))
+        _, heads, _ = mine.heads(q, k)[0]
         walk, choose = events.forward, partial(kernels.choose, serving, q=q[:, heads])
         if loop is ring.backward:
             walk = events.backward
@@ -428,7 +427,7 @@ def test_gathered_keys_are_copied_by_their_owner_alone(in_place):
     assert schedule.gathered is not None
     rules = replace(rules_of(q.device), cuts_for_cores=not in_place)
     with (
-        patch.dict(kernels.KERNELS, triton=Nothing()),
+        kernels.registered(Nothing()),
         ruled_by(cpu=rules),
         torch.no_grad(),
         Copies() as copies,

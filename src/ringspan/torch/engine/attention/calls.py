@@ -51,10 +51,10 @@ def calls_of(
 ) -> Planned:
     """Return the calls of a pass for queries like ``q``."""
     # Everything that ``kernels.choose`` reads, except the tiles.
-    able = tuple(map(kernels.kernel_of, serving))
     batch, heads, _, size = q.shape
     key = (
-        able,
+        serving,
+        kernels.num_changes(),
         rules_of(q.device),
         q.device,
         q.dtype,

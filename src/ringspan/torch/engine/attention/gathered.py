@@ -72,7 +72,7 @@ def backward(
 
     Keys are fetched again. The gradients of one head group's keys travel to their owners while the next one computes.
     """
-    dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
+    dq, dk, dv = empty_like(q), empty_like(k, kv_dtype), empty_like(v, kv_dtype)
     dtype = accumulation_dtype(q.dtype)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
@@ -106,7 +106,7 @@ def _suited(
     ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, *, is_backward: bool
 ) -> tuple[Ring, tuple[Calls, ...]]:
     """Return the ring with its gathered keys arranged for the serving kernel, and the calls of each stage."""
-    _, heads, _ = next(ring.heads(q, k))
+    _, heads, _ = ring.heads(q, k)[0]
     found = calls_of(ring.schedule, serving, q[:, heads], is_backward=is_backward)
     return replace(ring, gathered=found.gathered), found.calls
 
@@ -115,7 +115,7 @@ def _groups(
     ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, slice, slice, "_Group"]]:
     """Yield each head group's number, query heads, key heads and keys, after starting to fetch the next group's."""
-    groups = [*ring.heads(q, k)]
+    groups = ring.heads(q, k)
     fetched = [_Group(ring, serving, 0, k[:, groups[0][2]], v[:, groups[0][2]])]
     for number, heads, kv_heads in groups:
         for following, _, others in groups[number + 1 : number + 2]:

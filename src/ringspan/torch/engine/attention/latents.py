@@ -37,7 +37,12 @@ from ringspan.torch.engine.attention.part import (
     sink_gradient,
     store,
 )
-from ringspan.torch.engine.attention.request import Request, checked, in_autocast
+from ringspan.torch.engine.attention.request import (
+    Request,
+    checked,
+    in_autocast,
+    without_autocast,
+)
 from ringspan.torch.engine.attention.ring import hops_and_blocks, send_gradients
 from ringspan.torch.engine.attention.spec import AttentionSpec
 
@@ -138,13 +143,12 @@ def _forward(
     check_differentiation("latent_attention", q, latents, rotary, weight, sinks)
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
 
-    def compute() -> tuple[Tensor, Tensor]:
-        with op.passing(
-            "forward of latents", q, *expansion.like(q, latents), sinks, None, asked
-        ) as (ring, _):
-            return forward(ring, q, Block.whole(latents, rotary), expansion, sinks)
+    def run(ring: Ring, _: object) -> tuple[Tensor, Tensor]:
+        return forward(ring, q, Block.whole(latents, rotary), expansion, sinks)
 
-    return handled(compute)
+    like = expansion.like(q, latents)
+    given = q, *like, sinks, None, asked
+    return handled(partial(op.in_pass, "forward of latents", run, *given))
 
 
 def _backward(
@@ -156,16 +160,17 @@ def _backward(
     The weight's and the sinks' are this rank's summands; both are empty tensors if they are not needed.
     """
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
-    with op.passing(
-        "backward of latents", q, *expansion.like(q, latents), sinks, None, asked
-    ) as (ring, _):
-        dsinks = (
-            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
-        )
-        own = Block.whole(latents, rotary)
-        return *backward(
-            ring, (dout, q, out, lse), own, expansion, trains_weight=trains_weight
-        ), dsinks
+
+    def run(ring: Ring, _: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        queries, own = (dout, q, out, lse), Block.whole(latents, rotary)
+        return backward(ring, queries, own, expansion, trains_weight=trains_weight)
+
+    like = expansion.like(q, latents)
+    gradients = op.in_pass("backward of latents", run, q, *like, sinks, None, asked)
+    if sinks is None:
+        return *gradients, q.new_empty(0)
+    with without_autocast(q):
+        return *gradients, sink_gradient(dout, out, lse, sinks)
 
 
 _forward_op: Final = torch.library.custom_op(

@@ -1,10 +1,9 @@
 """Exact attention over a ring as an operator of torch: traceable, and its results can be kept by checkpointing."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, NamedTuple, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +47,8 @@ from ringspan.torch.engine.attention.ulysses import Ulysses
 from ringspan.torch.engine.kernels.contract import Scores
 from ringspan.torch.engine.transport.agreement import agree, one_at_a_time
 from ringspan.torch.engine.transport.protocol import transport_of
+
+_Result = TypeVar("_Result")
 
 UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
 """A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
@@ -156,12 +157,12 @@ def _compute(
     slopes: Tensor | None,
     asked: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    with passing("forward", q, k, v, sinks, slopes, asked) as (ring, ulysses):
-        return (
-            ulysses.forward(ring, q, k, v, sinks)
-            if ulysses
-            else forward(ring, q, k, v, sinks)
-        )
+    def run(ring: Ring, ulysses: Ulysses | None) -> tuple[Tensor, Tensor]:
+        if ulysses is None:
+            return forward(ring, q, k, v, sinks)
+        return ulysses.forward(ring, q, k, v, sinks)
+
+    return in_pass("forward", run, q, k, v, sinks, slopes, asked)
 
 
 def _backward(
@@ -170,16 +171,18 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the operator's gradients, given out and lse of all keys."""
     inputs = dout, q, k, v, out, lse
-    with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (
-        ring,
-        ulysses,
-    ):
-        dsinks = (
-            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
-        )
-        return *(
-            ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)
-        ), dsinks
+
+    def run(ring: Ring, ulysses: Ulysses | None) -> tuple[Tensor, Tensor, Tensor]:
+        if ulysses is None:
+            return backward(ring, *inputs)
+        return ulysses.backward(ring, *inputs)
+
+    asked = AttentionSpec.parse(spec)
+    gradients = in_pass("backward", run, q, k, v, sinks, slopes, asked)
+    if sinks is None:
+        return *gradients, q.new_empty(0)
+    with without_autocast(q):
+        return *gradients, sink_gradient(dout, out, lse, sinks)
 
 
 _forward_op: Final = torch.library.custom_op(
@@ -318,17 +321,17 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
 
-@contextmanager
-def passing(
+def in_pass(
     what: str,
+    run: Callable[[Ring, Ulysses | None], _Result],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
     spec: AttentionSpec,
-) -> Iterator[tuple[Ring, Ulysses | None]]:
-    """Yield this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
+) -> _Result:
+    """Run this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
     group = group_of(spec.group)
     place = (0, 1) if group is None else (group.rank(), group.size())
     found = prepared(
@@ -352,4 +355,4 @@ def passing(
         agree(group, facts)
         if refusal:
             raise kernels.refused(spec.kernel, refusal)
-        yield found.over(transport_of(group, found.signature), slopes, q.device)
+        return run(*found.over(transport_of(group, found.signature), slopes, q.device))

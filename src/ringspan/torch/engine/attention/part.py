@@ -1,8 +1,8 @@
 """One rank's part in the passes of an attention: its messages and launches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,17 +63,9 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
     gathered: Gathered | None = None
 
-    def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Yield each group's number, query heads and key/value heads; queries stay with their key/value head."""
-        for number in range(self.head_groups):
-            heads, kv_heads = (
-                slice(
-                    x.shape[1] * number // self.head_groups,
-                    x.shape[1] * (number + 1) // self.head_groups,
-                )
-                for x in (q, k)
-            )
-            yield number, heads, kv_heads
+    def heads(self, q: Tensor, k: Tensor) -> Sequence[tuple[int, slice, slice]]:
+        """Return each group's number, query heads and key/value heads; queries stay with their key/value head."""
+        return _head_slices(self.head_groups, q.shape[1], k.shape[1])
 
     def scores_of(self, launch: KernelLaunch, owner: int, heads: slice) -> Scores:
         if self.positions is None:
@@ -108,6 +100,19 @@ class Ring:
             if self.spec.sent.rounds_gradients
             else accumulation_dtype(dtype)
         )
+
+
+@lru_cache(maxsize=64)
+def _head_slices(
+    groups: int, heads: int, kv_heads: int
+) -> tuple[tuple[int, slice, slice], ...]:
+    def part(count: int, number: int) -> slice:
+        return slice(count * number // groups, count * (number + 1) // groups)
+
+    return tuple(
+        (number, part(heads, number), part(kv_heads, number))
+        for number in range(groups)
+    )
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:

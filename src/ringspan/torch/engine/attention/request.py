@@ -202,11 +202,14 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+_NOTHING: Final = nullcontext()
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast of a tensor's device, if it has one, rounds nothing."""
     kind = x.device.type
     if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(kind, enabled=False)
 
 

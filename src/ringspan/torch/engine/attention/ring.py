@@ -76,6 +76,8 @@ def _send_on(
     under_way: dict[int, Coming],
 ) -> None:
     """Post the hops that follow a hop: parts of its block, and of the own one to ranks that it reaches straight."""
+    if not hop.sends:
+        return
     hops, codec = ring.schedule.hops, ring.spec.sent_as
     dtype = sent_dtype(codec, own.k.dtype)
     is_straight = any(send.ranges for send in hop.straight)
@@ -177,7 +179,7 @@ def backward(
     """
     if ring.schedule.gathered is not None:
         return gathered.backward(ring, dout, q, k, v, out, lse, kv_dtype=kv_dtype)
-    dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
+    dq, dk, dv = empty_like(q), empty_like(k, kv_dtype), empty_like(v, kv_dtype)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
     unfinished: list[Callable[[], None]] = []
@@ -265,20 +267,21 @@ def send_gradients(
         compute(hop, block, total)
         if hop.index in behind:
             collect([behind.pop(hop.index)], total)
-        sends = [
-            (peer, total.finish().pack(ranges, ring.exchange.empty).to(sent_dtype))
-            for peer, ranges in (
-                hop.gradient_on,
-                Send(hop.owner, hop.gradient_to_owner),
-            )
-            if ranges
-        ]
         source, arriving = hops[hop.gradient_next].gradient_in
-        receives = [
-            (peer, PackedSpec.of(ranges, own.k, own.v, sent_dtype))
-            for peer, ranges in ((source, arriving), hop.from_visitor)
-        ]
-        if sends or arriving or hop.from_visitor.ranges:
+        leaving = hop.gradient_on.ranges or hop.gradient_to_owner
+        if leaving or arriving or hop.from_visitor.ranges:
+            sends = [
+                (peer, total.finish().pack(ranges, ring.exchange.empty).to(sent_dtype))
+                for peer, ranges in (
+                    hop.gradient_on,
+                    Send(hop.owner, hop.gradient_to_owner),
+                )
+                if ranges
+            ]
+            receives = [
+                (peer, PackedSpec.of(ranges, own.k, own.v, sent_dtype))
+                for peer, ranges in ((source, arriving), hop.from_visitor)
+            ]
             message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
             coming, from_visitor = post(ring, sends, receives, message)
             if hop.gradient_next:
@@ -287,7 +290,8 @@ def send_gradients(
                 # Add those of earlier hops, so that at most two blocks wait.
                 collect(returning, local)
             returning.append(from_visitor)
-        del total, sends
+            del sends
+        del total
         if unfinished and hop.index == 0:
             unfinished.pop()()
     return partial(finish_keys, returning, local, gradients)

@@ -48,6 +48,7 @@ _METHODS: Final = {
 }
 """What a kernel has, by whether it ``adds_in_place``."""
 _registered: Final[dict[str, Returning | InPlace]] = {}
+_num_changes: int = 0  # how often kernels were given a name
 
 
 def register(kernel: Returning | InPlace, *, replace: bool = False) -> None:
@@ -71,6 +72,17 @@ def register(kernel: Returning | InPlace, *, replace: bool = False) -> None:
             f"kernel {kernel.name!r} is registered already; use replace=True to take its place"
         )
     _registered[kernel.name] = kernel
+    _note_change()
+
+
+def _note_change() -> None:
+    global _num_changes
+    _num_changes += 1
+
+
+def num_changes() -> int:
+    """Return how often kernels were given a name, for keys of what is remembered of them."""
+    return _num_changes
 
 
 def known() -> dict[str, Returning | InPlace]:
@@ -142,10 +154,12 @@ _HOPPER: Final = 9  # the first number of its compute capability
 def registered(*kernels: Returning | InPlace) -> Iterator[None]:
     before = dict(KERNELS)
     KERNELS.update({kernel.name: kernel for kernel in kernels})
+    _note_change()
     try:
         yield
     finally:
         KERNELS.update(before)
+        _note_change()
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
@@ -173,7 +187,7 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
         return (kernel,)
     # Everything that our kernels' ``why_not`` reads.
     asked = (
-        tuple(KERNELS.values()),
+        _num_changes,
         rules_of(q.device),
         q.device,
         q.dtype,
@@ -203,13 +217,12 @@ def _serving(q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
 
 def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors as all serving kernels can read them, copied if necessary."""
-    memories = tuple([kernel_of(name).memory for name in names])
-    return _joint(memories).laid_out(*tensors)
+    return _memory_of(names, _num_changes).laid_out(*tensors)
 
 
 @lru_cache(maxsize=64)
-def _joint(memories: tuple[Memory, ...]) -> Memory:
-    return Memory.of_all(memories)
+def _memory_of(names: tuple[str, ...], num_changes: int) -> Memory:
+    return Memory.of_all(kernel_of(name).memory for name in names)
 
 
 def choose(

@@ -33,7 +33,7 @@ class _Group:
     others: set[tuple[Any, ...]] = field(default_factory=set)
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
-    is_passing: threading.Lock = field(default_factory=threading.Lock)
+    guard: "_Guard" = field(default_factory=lambda: _Guard())
     is_fake: bool = False
 
 
@@ -101,20 +101,27 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
 
 def one_at_a_time(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Guard one pass of a thread over a group; UnsupportedError for another thread's."""
-    return _guarded(_of(group).is_passing) if _talks(group) else nullcontext()
+    return _of(group).guard if _talks(group) else _NO_GUARD
 
 
-@contextmanager
-def _guarded(lock: threading.Lock) -> Iterator[None]:
-    if not lock.acquire(blocking=False):
-        raise UnsupportedError(
-            "two threads compute attention over one process group at once; give each thread a group of its own "
-            "(dist.new_group)"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
+class _Guard(AbstractContextManager[None]):
+    """A lock that is not waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise UnsupportedError(
+                "two threads compute attention over one process group at once; give each thread a group of its own "
+                "(dist.new_group)"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_NO_GUARD: Final = nullcontext()
 
 
 def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:

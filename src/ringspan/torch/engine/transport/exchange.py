@@ -101,12 +101,15 @@ def end_records() -> None:
     COUNTERS.transfers = COUNTERS.hops = None
 
 
+_NOTHING: Final = nullcontext()
+
+
 def hop_recorded(
     owner: int, num_pairs: int, device: torch.device
 ) -> AbstractContextManager[None]:
     """Record the computation inside as a hop with a block of ``owner``, if records are on."""
     if COUNTERS.hops is None:
-        return nullcontext()
+        return _NOTHING
     return _recording(COUNTERS.hops, owner, num_pairs, device)
 
 

@@ -90,13 +90,15 @@ class _Indexed(torch.autograd.Function):
 
         def compute() -> tuple[Tensor, ...]:
             given = None if chosen is None else unpacked(chosen)
-            with op.passing(
-                "indexed forward", q, kv[:, None], kv[:, None], sinks, None, spec
-            ) as (ring, _):
+
+            def run(ring: Ring, _: object) -> tuple[Tensor, ...]:
                 out, lse, found, loss = forward(
                     ring, q, kv, sinks, index, given, values
                 )
-            return out, lse, packed(found, _row_of(ring, q).length), loss
+                return out, lse, packed(found, _row_of(ring, q).length), loss
+
+            keys = kv[:, None], kv[:, None]
+            return op.in_pass("indexed forward", run, q, *keys, sinks, None, spec)
 
         out, lse, found, loss = (x.detach() for x in handled(compute))
         ctx.options = values, spec, None if index is None else index[3:]
@@ -116,12 +118,14 @@ class _Indexed(torch.autograd.Function):
         index = (
             None if inputs[0] is None or dloss is None else IndexInputs(*inputs, *rest)
         )
-        with op.passing(
-            "indexed backward", q, kv[:, None], kv[:, None], sinks, None, spec
-        ) as (ring, _):
-            dq, dkv, *dindex = backward(
+
+        def run(ring: Ring, _: object) -> Any:
+            return backward(
                 ring, dout, q, kv, unpacked(chosen), values, out, lse, index, dloss
             )
+
+        keys = kv[:, None], kv[:, None]
+        dq, dkv, *dindex = op.in_pass("indexed backward", run, q, *keys, sinks, None, spec)  # fmt: skip
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq, dkv, dsinks, *dindex, None, None, None, None
 

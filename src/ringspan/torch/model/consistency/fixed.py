@@ -46,11 +46,10 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         modules = modules_in(model)
-        self._children = [
-            (module._modules, dict(module._modules))
-            for module in modules
-            if module._modules
-        ]
+        parents = [module for module in modules if module._modules]
+        # Each list is compared with the other in one call, in every pass.
+        self._children = [module._modules for module in parents]
+        self._children_before = [dict(module._modules) for module in parents]
         self._without = [
             module._parameters for module in modules if not module._parameters
         ]
@@ -60,6 +59,7 @@ class Structure:
             if module._parameters
         }
         self.own: list[Parameters] = [module._parameters for module in self.names]
+        self._names_before = [names.keys() for names in self.names.values()]
 
     def first_change(self, model: nn.Module) -> str | None:
         """Return the path of the first module that is new or has other parameters; None if all is as it was.
@@ -84,10 +84,9 @@ class Structure:
     def _is_same(self) -> bool:
         if any(self._without):
             return False
-        if any(now != before for now, before in self._children):
+        if self._children != self._children_before:
             return False
-        pairs = zip(self.own, self.names.values(), strict=True)
-        return all(now.keys() == names.keys() for now, names in pairs)
+        return [*map(dict.keys, self.own)] == self._names_before
 
 
 def known_parameters(model: RingModel) -> list[nn.Parameter]:
@@ -121,20 +120,22 @@ def check_fixed(model: RingModel) -> None:
             f"the parameters of {class_name(model)} changed after parallelize ({changed}), which "
             "ranks would not share; change the model before"
         )
-    if any(map(_may_have_changed, known.own)):
+    if _may_have_changed(known.own):
         _refuse_problem(model, known)
     if unseen := unseen_parameters(model):
         raise UnsupportedError(f"{unseen[0]} {_REPLACED}; {_REMEDY}")
 
 
-def _may_have_changed(parameters: Parameters) -> bool:
+def _may_have_changed(own: Iterable[Parameters]) -> bool:
     """Return whether a parameter is anything but a shard with the data that it had, and no hook of its gradient."""
-    for parameter in parameters.values():
-        if parameter is not None and (
-            parameter._backward_hooks
-            or vars(parameter).get(_STORAGE) != parameter.untyped_storage()._cdata
-        ):
-            return True
+    for parameters in own:
+        for parameter in parameters.values():
+            if parameter is not None and (
+                parameter._backward_hooks
+                or parameter.__dict__.get(_STORAGE)
+                != parameter.untyped_storage()._cdata
+            ):
+                return True
     return False
 
 

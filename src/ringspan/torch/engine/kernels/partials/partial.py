@@ -17,7 +17,8 @@ class WrittenRows:
 
     def __init__(self, count: int) -> None:
         self._missing = self._count = count
-        # Made when a part of the rows is written: most sums get their rows all at once.
+        self._first = self._end = 0  # all rows between them are written, and no others
+        # Made when rows come that are not next to those before.
         self._written: NDArray[np.bool_] | None = None
 
     def touch(self, rows: slice) -> int:
@@ -26,10 +27,15 @@ class WrittenRows:
             return 0
         count = rows.stop - rows.start
         if self._written is None:
-            if count == self._count:
-                self._missing = 0
+            # Most sums get their rows all at once, or document by document.
+            if rows.start == self._end or self._first == self._end:
+                if self._first == self._end:
+                    self._first = rows.start
+                self._end = rows.stop
+                self._missing -= count
                 return count
             self._written = np.zeros(self._count, dtype=np.bool_)
+            self._written[self._first : self._end] = True
         missing = count - int(np.count_nonzero(self._written[rows]))
         if missing == count:
             self._written[rows] = True
@@ -38,10 +44,12 @@ class WrittenRows:
 
     def fill(self) -> Ranges:
         """Return all unwritten ranges, for neutral numbers, and mark them written."""
-        # All or none: no search, which takes longer than starting a kernel.
         missing, self._missing = self._missing, 0
-        if self._written is None or missing in (0, self._count):
-            return ((0, missing),) if missing else ()
+        if not missing:
+            return ()
+        if self._written is None:
+            ends = (0, self._first), (self._end, self._count)
+            return tuple((start, stop) for start, stop in ends if start < stop)
         edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
         return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))
 
