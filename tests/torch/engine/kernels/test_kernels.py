@@ -348,11 +348,10 @@ def test_cudnn_is_not_chosen_if_gradients_must_be_deterministic():
 @pytest.mark.parametrize(
     ("rows", "heads", "dtype", "name"),
     [
-        (96, 8, torch.float32, "eager"),
-        (94, 8, torch.float32, "cpu"),
+        (191, 8, torch.float32, "eager"),
+        (190, 8, torch.float32, "cpu"),
+        (1023, 1, torch.float32, "eager"),
         (1024, 8, torch.float32, "cpu"),
-        (766, 1, torch.float32, "cpu"),
-        (767, 1, torch.float32, "eager"),
         (512, 8, torch.bfloat16, "cpu"),
         (512, 8, torch.float64, "cpu"),
     ],
@@ -365,6 +364,8 @@ def test_on_a_cpu_rows_that_see_few_keys_go_to_plain_pytorch(rows, heads, dtype,
     )
     assert kernels.choose(("cpu", "eager"), tiles, q).name == name
     assert kernels.choose(("cpu",), tiles, q).name == "cpu"
+    rectangle = (Tile.full(0, rows, 0, 128),)
+    assert kernels.choose(("cpu", "eager"), rectangle, q).name == "cpu"
 
 
 @pytest.mark.parametrize(

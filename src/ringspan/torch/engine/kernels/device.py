@@ -32,7 +32,7 @@ class DeviceRules:
     # sizes for plain PyTorch; None keeps a tile in a core's cache
     chunk_size: ChunkSize | None = LARGE_CHUNKS
     short_rows: tuple[float, float] | None = None
-    """Least keys over all heads, and most keys per row, for which plain PyTorch beats the CPU kernel in float32."""
+    """Least and most keys per row for which plain PyTorch beats the CPU kernel in float32, if some are hidden."""
     # True if the CPU kernel beats plain PyTorch in 16 bits
     multiplies_16_bits: bool = True
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
@@ -70,7 +70,7 @@ def _own_rules(device: torch.device) -> DeviceRules:
         return DeviceRules(
             cuts_for_cores=True,
             chunk_size=None,
-            short_rows=(384, SHORT),
+            short_rows=(96, SHORT),
             multiplies_16_bits=multiplies_16_bits(),
             assumed_speeds=(1e11, 2e9, 1e9),  # per core
         )

@@ -110,12 +110,16 @@ _ops = torch.ops.aten
 
 
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
-    """Return whether plain PyTorch is faster: in float32 with few keys a row, since the kernel computes 64 at once."""
+    """Return whether plain PyTorch is faster: in float32 with few keys a row, of which the kernel computes hidden ones.
+
+    With fewer still, starting its many operations takes longer than the kernel; rectangles have no hidden keys.
+    """
     short = rules_of(q.device).short_rows
     return (
         short is not None
         and q.dtype == torch.float32
-        and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
+        and short[0] <= keys_a_row(tiles) <= short[1]
+        and not all(tile.is_full for tile in tiles)
     )
 
 
