@@ -20,6 +20,8 @@ from ringspan.torch.model.weights.loading import auto_class
 
 _NOISE: Final = 0.05
 """Deviation of random weights."""
+_SEED: Final = 3
+"""Random numbers of the weights, the same in each trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def _plain(config: PreTrainedConfig) -> Any:
     model = auto_class(config, sees=sees(config)).from_config(
         config, dtype=torch.float32, trust_remote_code=has_own_code(config)
     )
-    random = torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=random) * _NOISE
