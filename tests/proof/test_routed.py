@@ -27,7 +27,7 @@ def proven(
     is_live: bool = False,
     **options: Any,
 ) -> Proof:
-    """Prove a type in bfloat16 with weights of a seed, on the routes of float64, or on those of its rounding."""
+    """Prove a type in bfloat16 with weights of a seed, on the routes of float64, or of its own rounding."""
     with pytest.MonkeyPatch.context() as patch, planted(plant):
         patch.setattr(trial, "_SEED", seed)
         if is_live:
@@ -106,7 +106,7 @@ def test_what_goes_its_own_ways_is_named(pool):
         assert "in bfloat16" in said and "compiled layers" in said
 
 
-def test_the_share_of_other_choices_counts_tokens_of_layers_that_choose():
+def test_the_share_of_other_choices_is_of_layers_that_choose():
     expected = torch.tensor([[[[0, 1], [-1, -1]], [[2, 3], [-1, -1]]]])
     found = torch.tensor([[[[1, 0], [5, 6]], [[2, 1], [5, 6]]]])
     assert share_elsewhere(found, expected) == 0.5

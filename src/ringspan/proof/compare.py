@@ -25,7 +25,7 @@ _NEGLIGIBLE_ROUNDED: Final = 1e-2
 In narrower dtypes the few numbers of a router's bias, sums that cancel, are rounded at a share of 3e-3.
 """
 _LOSS, _GRADIENT, _WEIGHT, _LOGITS = "loss", "gradient", "weight", "logits"
-_CHOICE: Final = "choice"
+_NORM, _CHOICE = "norm", "choice"
 _NEAR_TIES: Final = 0.05
 """Share of choices of experts that rounding may decide at least, though it decided none on one process.
 
@@ -104,6 +104,9 @@ def _errors(
     ):
         yield _Found(_relative(one, other), f"the loss of step {step + 1}", _LOSS)
     yield from _gradient_errors(found, expected, negligible)
+    for step, (one, other) in enumerate(zip(found.norms, expected.norms, strict=True)):
+        what = f"the gradient's norm in step {step + 1}"
+        yield _Found(_relative(one, other), what, _NORM)
     for name, weight in expected.weights.items():
         yield _Found(_relative(found.weights[name], weight), name, _WEIGHT)
     if found.logits is not None and expected.logits is not None:

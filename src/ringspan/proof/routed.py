@@ -1,4 +1,4 @@
-"""Experts of each token in a proof: those of one process in float64, where tokens of narrower dtypes go too.
+"""Experts of each token in a proof: as one process in float64 chooses them, in narrower dtypes too.
 
 Rounding sends some tokens to other experts, on a ring to other ones than on one process: large differences that are no
 mistakes. So all passes of a narrower dtype go the routes of float64, with weights of their own scores.

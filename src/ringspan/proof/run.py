@@ -23,7 +23,7 @@ from ringspan.core.messages.lines import one_line
 from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
 from ringspan.proof.compare import Bounds
-from ringspan.proof.options import options_of_trial
+from ringspan.proof.options import OF_UPDATE, options_of_trial
 from ringspan.proof.own_weights import OwnWeights, refuse_too_large
 from ringspan.proof.packed import refuse_packing
 from ringspan.proof.routed import has_experts, why_live
@@ -45,6 +45,8 @@ from ringspan.torch.runtime.mesh import init_mesh
 
 GENERATION: Final = "generation"
 _FIRST: Final = "one sequence"
+_OF_NUMBERS: Final = ("z_loss", "label_smoothing", *OF_UPDATE)
+"""Options that one process takes too."""
 COUNTS_PADDING: Final = "transformers gives other numbers if the padding tokens are others; pad on the right"
 NOT_TRIED: Final = (
     "the model's full size, its own weights and longer sequences",
@@ -108,7 +110,7 @@ class Asked:
     config: PreTrainedConfig
     name: str
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of ``parallelize``."""
+    """Of ``parallelize``, and of an optimizer step."""
     adapter: Any = None
     """Config of PEFT, for an adapter that trains in place of the weights."""
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
@@ -147,7 +149,7 @@ class _Alone:
 
         If tokens of the trial's dtype can go the routes of float64, the outcome has these.
         """
-        of_loss = [trial.options.get(name) for name in ("z_loss", "label_smoothing")]
+        of_loss = [trial.options.get(name) for name in _OF_NUMBERS]
         key = label, trial.dtype, why_live(trial, batch), *of_loss
         if key not in self._outcomes:
             if any(other[0] != label for other in self._outcomes):
@@ -161,7 +163,7 @@ class _Alone:
         return self._outcomes[key]
 
     def _truth(self, trial: Trial, batch: Batch) -> Outcome:
-        """Run a batch in float64, with the routes of its tokens if those of a narrower dtype can go them too."""
+        """Run a batch in float64, with the routes of its tokens if they can go the same ways in a narrower dtype."""
         if trial.is_exact_dtype or not has_experts(trial):
             return steps.run_alone(trial, batch, torch.float64)
         reason, truth = why_live(trial, batch), None
@@ -518,7 +520,7 @@ def prove(
         dtype: that layers compute in, such as ``torch.bfloat16``; float64 on CPUs and float32 on other devices if None.
         weights: a folder, whose own weights are tried: a layer of each kind in full width.
         tree: try a tree of rows with one beginning too (``shared_prefix``).
-        options: of ``parallelize``.
+        options: of ``parallelize``, and ``accumulation_steps`` and ``clip_grad_norm`` of an optimizer step.
 
     Raises:
         UnsupportedError, ConfigError, LayoutError: on every rank, a model or options that ``parallelize`` refuses.

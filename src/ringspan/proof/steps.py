@@ -19,14 +19,17 @@ from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
 from ringspan.torch.model.layers.positions import may_begin_anywhere
 from ringspan.torch.model.layers.routing import ROUTES
+from ringspan.torch.model.memory.gradients import (
+    accumulate,
+    clip_gradients,
+    gradient_norm,
+)
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.model.weights.shards import join_slices
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
 
 STEPS: Final = 2
-PASSES: Final = STEPS + 1
-"""Passes over a batch: the steps', and the one that evaluates."""
 _EPS: Final = 1e-4
 _EPS_OF_ROUNDED: Final = 1e-2
 """AdamW moves a weight by the rate whatever its gradient's size, but for ``eps``: rounding of the smallest gradients,
@@ -41,6 +44,8 @@ class Outcome:
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, Any])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+    """Norms of the whole gradient of each step, if they have a limit."""
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
@@ -67,19 +72,25 @@ def run_alone(
     """
     model, found = trial.make(dtype), Outcome()
     call, reads = _caller(model, trial, dtype), dtype or trial.dtype
-    count = sum(int((part != IGNORED).sum()) for part in _targets(batch))
+    micro, count = _micro_batches(trial, batch)
     ways = _ways(model, batch, routes, notes_routes=notes_routes)
 
-    def loss(step: int) -> Tensor:
-        with ways.passing(step):
-            read = _logits(call, batch, reads, ways)
-            pairs = zip(read, _targets(batch), strict=True)
-            total = sum(
-                _loss_of(logits, wanted, trial.options) for logits, wanted in pairs
-            )
-        return total / count  # pyright: ignore[reportReturnType]
+    def losses(step: int) -> Iterator[Tensor]:
+        for number, part in enumerate(micro):
+            with ways.passing(step * len(micro) + number):
+                read = _logits(call, part, reads, ways)
+                pairs = zip(read, _targets(part), strict=True)
+                total: Any = sum(
+                    _loss_of(logits, wanted, trial.options) for logits, wanted in pairs
+                )
+            loss = total / count
+            loss.backward()
+            yield loss.detach()
 
-    _train(model, loss, found, trial)
+    def clip(trained: list[Tensor]) -> Tensor:
+        return nn.utils.clip_grad_norm_(trained, trial.most_norm)
+
+    _train(model, losses, clip, found, trial)
     if not batch.is_tree:
         model.eval()
         with torch.no_grad(), ways.passing(EVALUATION):
@@ -88,6 +99,13 @@ def run_alone(
         found.choice = ways.live[EVALUATION]
         found.routes = ways.live if notes_routes else ()
     return found
+
+
+def _micro_batches(trial: Trial, batch: Batch) -> tuple[list[Batch], int]:
+    """Return the micro-batches of a step, and the targets of all of them."""
+    micro = [batch.micro(number) for number in range(trial.micro_steps)]
+    targets = [part for each in micro for part in _targets(each)]
+    return micro, sum(int((part != IGNORED).sum()) for part in targets)
 
 
 def _ways(
@@ -166,12 +184,30 @@ def run_on_ring(
     base: Any = base_of(model)
     found.counts_padding = not may_begin_anywhere(base)
     routes = routes_of(found.counts_padding)
-    given = [_local(trial, batch, each) for each in routes]
-    given = given or [_local(trial, batch)] * PASSES
-    _train(model, lambda step: model(**given[step]).loss, found, trial)
+    micro, count = _micro_batches(trial, batch)
+    count *= trial.mesh["replicate"].size()  # each replica has the same batch
+
+    def losses(step: int) -> Iterator[Tensor]:
+        ways = routes[step * len(micro) :] or [None] * len(micro)
+        parts = [_local(trial, *each) for each in zip(micro, ways, strict=False)]
+        if len(parts) == 1:
+            loss = model(**parts[0]).loss
+            loss.backward()
+            yield loss.detach()
+            return
+        for output in accumulate(model, parts, len(parts), count):
+            yield output.loss.detach()
+
+    def clip(trained: list[Tensor]) -> Tensor:
+        norm = whole(gradient_norm(trained))
+        clip_gradients(trained, norm, trial.most_norm)
+        return norm
+
+    _train(model, losses, clip, found, trial)
     if batch.is_tree:
         return found
-    local, recorded = given[EVALUATION], Recorded()
+    last = routes[EVALUATION] if routes else None
+    local, recorded = _local(trial, batch, last), Recorded()
     evaluated = {name: x for name, x in local.items() if name != "shift_labels"}
     model.eval()
     with torch.no_grad(), recorded.recording() if routes else nullcontext():
@@ -233,16 +269,21 @@ def write(model: Any, vocabulary: int) -> Outcome:
 
 
 def _train(
-    model: nn.Module, loss: Callable[[int], Tensor], found: Outcome, trial: Trial
+    model: nn.Module,
+    losses: Callable[[int], Iterable[Tensor]],
+    clip: Callable[[list[Tensor]], Tensor],
+    found: Outcome,
+    trial: Trial,
 ) -> None:
-    """Take optimizer steps; note the losses, the first gradients, and the weights at the end."""
+    """Take optimizer steps; note the losses, the first gradients, their norms, and the weights at the end.
+
+    ``losses`` runs the micro-batches of a step forward and backward; ``clip`` scales gradients and returns their norm.
+    """
     eps = _EPS if trial.is_exact_dtype else _EPS_OF_ROUNDED
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=eps)
     for step in range(STEPS):
-        value = loss(step)
-        found.losses.append(value.detach())
-        value.backward()
+        found.losses.append(torch.stack([*losses(step)]).sum())
         if step == 0:
             gradients = {
                 name: None if p.grad is None else whole(p.grad).clone()
@@ -250,6 +291,8 @@ def _train(
                 if p.requires_grad
             }
             found.gradients = join_slices(gradients)
+        if trial.most_norm:
+            found.norms.append(clip([p for p in trained if p.grad is not None]))
         optimizer.step()
         optimizer.zero_grad()
     weights = {

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig
 
 from ringspan.proof.float64 import in_float64_of
+from ringspan.proof.options import ACCUMULATION, CLIP, OF_UPDATE
 from ringspan.proof.own_code import has_own_code
 from ringspan.proof.own_weights import OwnWeights
 from ringspan.proof.packed import packed_copy, unpacked
@@ -61,7 +62,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model on a mesh with options of ``parallelize``; layers compute in ``dtype``, weights are ``parameters``."""
+    """A model on a mesh with options of a step; layers compute in ``dtype``, weights are ``parameters``."""
 
     subject: Subject
     mesh: DeviceMesh
@@ -82,9 +83,22 @@ class Trial:
     @property
     def given(self) -> dict[str, Any]:
         """Return the options for ``parallelize``."""
+        options = {
+            name: value for name, value in self.options.items() if name not in OF_UPDATE
+        }
         if self.dtype == self.parameters:
-            return self.options
-        return self.options | {"compute_dtype": self.dtype}
+            return options
+        return options | {"compute_dtype": self.dtype}
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the micro-batches of an optimizer step."""
+        return self.options.get(ACCUMULATION, 1)
+
+    @property
+    def most_norm(self) -> float:
+        """Return the largest norm of a step's gradient; 0 for any."""
+        return self.options.get(CLIP, 0.0)
 
 
 def _plain(config: PreTrainedConfig) -> Any:
