@@ -60,7 +60,7 @@ class Recorded:
 def _gathered(
     found: Sequence[Tensor | None], model: Any, batch: Mapping[str, Any]
 ) -> Tensor:
-    """Gather routes (tokens, layers, K) of each fold of a batch into those of all tokens (B, S, layers, K)."""
+    """Gather local routes (tokens, layers, K) of each fold into the whole batch (B, S, layers, K)."""
     rows = len(batch["input_ids"])
     local = [each.unflatten(0, (rows, -1)) for each in found if each is not None]
     if not local:
