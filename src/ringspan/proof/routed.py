@@ -1,7 +1,7 @@
 """Experts of each token in a proof: as one process in float64 chooses them, in narrower dtypes too.
 
-Rounding sends some tokens to other experts, on a ring to other ones than on one process: large differences that are no
-mistakes. So all passes of a narrower dtype go the routes of float64, with weights of their own scores.
+Rounding sends some tokens to other experts, on a ring to other ones than on one process: large differences without a
+mistake. So all passes of a narrower dtype go the routes of float64, with weights of their own scores.
 """
 
 from collections.abc import Iterator, Sequence
