@@ -69,7 +69,7 @@ class PlainRoutes:
 
 
 class LiveRoutes:
-    """No routes: a model's routers choose, and nobody notes it."""
+    """No routes: routers choose, and their choice is not kept."""
 
     live: Sequence[Tensor] = ()
 
