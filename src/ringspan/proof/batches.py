@@ -39,6 +39,17 @@ class Batch(NamedTuple):
         ids = self.inputs["input_ids"].masked_fill(~self.real, _FIRST_TOKEN)
         return self._replace(inputs=self.inputs | {"input_ids": ids})
 
+    def micro(self, number: int) -> "Batch":
+        """Return the batch of a micro-step, the first of which has this one: other tokens, and fewer targets."""
+        if number == 0:
+            return self
+        ids, labels = self.inputs["input_ids"], self.inputs["labels"].clone()
+        if not self.seen:  # images stand at their tokens
+            ids = ids.roll(5 * number, 1)
+            labels = ids.masked_fill(labels == IGNORED, IGNORED)
+        labels[:, :: number + 1] = IGNORED
+        return self._replace(inputs=self.inputs | {"input_ids": ids, "labels": labels})
+
     def read(self, row: int, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the arguments of tokens for one process that reads a part."""
         names = ["input_ids"] + ["attention_mask"] * self.keeps_padding

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ringspan.proof.batches import Batch
+from ringspan.proof.routed import share_elsewhere
 from ringspan.proof.steps import Outcome
 
 BOUND: Final = 1e-9
@@ -18,8 +19,19 @@ Blocks are merged in another order, so that the two round apart from each other,
 a few times the same distance is rounding. A mistake in a kernel is many times that.
 """
 _NEGLIGIBLE: Final = 1e-3
-"""Share of the largest gradient below which one is held to that, since it may be nothing but rounding."""
+_NEGLIGIBLE_ROUNDED: Final = 1e-2
+"""Share of the largest gradient below which one is held to that, since it may be nothing but rounding.
+
+In narrower dtypes the few numbers of a router's bias, sums that cancel, are rounded at a share of 3e-3.
+"""
 _LOSS, _GRADIENT, _WEIGHT, _LOGITS = "loss", "gradient", "weight", "logits"
+_NORM, _CHOICE = "norm", "choice"
+_NEAR_TIES: Final = 0.05
+"""Share of choices of experts that rounding may decide at least, though it decided none on one process.
+
+Scores of random weights are close, so up to that many ended otherwise in bfloat16. A router that chooses by something
+else sends most tokens elsewhere.
+"""
 
 
 class Error(NamedTuple):
@@ -48,11 +60,13 @@ class Bounds:
         """Take the distances of one process from float64 by kind. Runs in float64 have no distances."""
         self._distances = distances
         self._least = torch.finfo(dtype).eps
+        self.negligible = _NEGLIGIBLE if distances is None else _NEGLIGIBLE_ROUNDED
 
     def __getitem__(self, kind: str) -> float:
         if self._distances is None:
             return BOUND
-        return MARGIN * max(self._distances.get(kind, 0.0), self._least)
+        least = _NEAR_TIES if kind == _CHOICE else self._least
+        return MARGIN * max(self._distances.get(kind, 0.0), least)
 
 
 IN_FLOAT64: Final = Bounds(None, torch.float64)
@@ -63,7 +77,7 @@ def bounds_of(
 ) -> Bounds:
     """Return the bounds of a batch in a dtype: what one process is apart from float64, at its worst, of each kind."""
     worst: dict[str, float] = {}
-    for error in _errors(one, truth, batch):
+    for error in _errors(one, truth, batch, _NEGLIGIBLE_ROUNDED):
         worst[error.kind] = max(worst.get(error.kind, 0.0), error.value)
     return Bounds(worst, dtype)
 
@@ -77,29 +91,39 @@ def worst_error(
     """Return the largest error of losses, gradients, weights, and logits of the batch's tokens, or of all."""
     return max(
         Error(error.value / bounds[error.kind], *error[:2], bounds[error.kind])
-        for error in _errors(found, expected, batch)
+        for error in _errors(found, expected, batch, bounds.negligible)
     )
 
 
-def _errors(found: Outcome, expected: Outcome, batch: Batch | None) -> Iterable[_Found]:
+def _errors(
+    found: Outcome, expected: Outcome, batch: Batch | None, negligible: float
+) -> Iterable[_Found]:
     """Yield the error of each loss, gradient, weight, and of all logits, in the order of a step."""
     for step, (one, other) in enumerate(
         zip(found.losses, expected.losses, strict=True)
     ):
         yield _Found(_relative(one, other), f"the loss of step {step + 1}", _LOSS)
-    yield from _gradient_errors(found, expected)
+    yield from _gradient_errors(found, expected, negligible)
+    for step, (one, other) in enumerate(zip(found.norms, expected.norms, strict=True)):
+        what = f"the gradient's norm in step {step + 1}"
+        yield _Found(_relative(one, other), what, _NORM)
     for name, weight in expected.weights.items():
         yield _Found(_relative(found.weights[name], weight), name, _WEIGHT)
     if found.logits is not None and expected.logits is not None:
         real = slice(None) if batch is None else batch.real
         error = _relative(found.logits[real], expected.logits[real])
         yield _Found(error, "the logits in evaluation", _LOGITS)
+    if found.choice is not None and expected.choice is not None:
+        share = share_elsewhere(found.choice, expected.choice)
+        yield _Found(share, "the experts that routers choose", _CHOICE)
 
 
-def _gradient_errors(found: Outcome, expected: Outcome) -> Iterable[_Found]:
+def _gradient_errors(
+    found: Outcome, expected: Outcome, negligible: float
+) -> Iterable[_Found]:
     """Yield each gradient's error, infinite if only one of the two runs has it."""
     norms = [float(g.norm()) for g in expected.gradients.values() if g is not None]
-    floor = _NEGLIGIBLE * max(norms, default=0.0)
+    floor = negligible * max(norms, default=0.0)
     for name, gradient in expected.gradients.items():
         other = found.gradients[name]
         what = f"the gradient of {name}"
@@ -165,7 +189,7 @@ def first_gradient(found: Outcome, expected: Outcome, bounds: Bounds) -> Place |
     """Return the last layer's gradient beyond the bound, which backward computes first."""
     beyond = [
         error
-        for error in _gradient_errors(found, expected)
+        for error in _gradient_errors(found, expected, bounds.negligible)
         if error.value > bounds[error.kind]
     ]
     return Place(beyond[-1].of, beyond[-1].value) if beyond else None

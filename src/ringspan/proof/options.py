@@ -1,7 +1,8 @@
-"""Options of ``parallelize`` in a trial: as given, smaller, or not tried."""
+"""Options of ``parallelize`` and of an optimizer step in a trial: as given, smaller, or not tried."""
 
 from typing import Any, Final
 
+from ringspan.core.errors import ConfigError
 from ringspan.core.step_config import StepConfig
 
 _AS_GIVEN: Final = "as given"
@@ -26,15 +27,39 @@ OPTIONS: Final[dict[str, str | int]] = {
     "compute_dtype": "not tried beside dtype, which says what layers compute in",
     "watchdog": "not tried, since it changes no number",
 }
+# Options of an optimizer step, off if 1 or 0, and the most that a trial takes: its gradients have norms above this one.
+ACCUMULATION, CLIP = "accumulation_steps", "clip_grad_norm"
+OF_UPDATE: Final[dict[str, int | float]] = {ACCUMULATION: 2, CLIP: 0.1}
+
+
+def update_of_trial(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer step, at most as large as a trial takes them; ConfigError."""
+    found: dict[str, Any] = {}
+    for name, most in OF_UPDATE.items():
+        value, off = options.get(name), 1 if name == ACCUMULATION else 0
+        if value is None:
+            continue
+        is_number = type(value) is int or (name == CLIP and type(value) is float)
+        if not is_number or not value >= off:
+            raise ConfigError(
+                f"{name}={value!r}; use {'an integer' if off else 'a number'} from {off}"
+            )
+        if value > off:
+            found[name] = min(value, most)
+    return found
 
 
 def options_of_trial(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the options that a trial takes, and those that it does not take, each with its value and the reason.
 
-    Options at their defaults are left out. Sizes of blocks are at most a few tokens, so that there are several blocks.
+    Options at their defaults are left out. Sizes of blocks are at most a few tokens, so that there are several blocks;
+    a limit of the gradient's norm is at most a small one, so that it binds.
     """
-    plain, tried, untried = StepConfig(), dict[str, Any](), list[str]()
+    plain, untried = StepConfig(), list[str]()
+    tried = update_of_trial(options)
     for name, value in options.items():
+        if name in OF_UPDATE:
+            continue
         how = OPTIONS.get(name, _AS_GIVEN)  # ``parallelize`` refuses an unknown one
         if value == getattr(plain, name, None):
             continue

@@ -2,14 +2,14 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
@@ -23,9 +23,10 @@ from ringspan.core.messages.lines import one_line
 from ringspan.proof import compare, steps
 from ringspan.proof.batches import Batch, batches
 from ringspan.proof.compare import Bounds
-from ringspan.proof.options import options_of_trial
+from ringspan.proof.options import OF_UPDATE, options_of_trial
 from ringspan.proof.own_weights import OwnWeights, refuse_too_large
 from ringspan.proof.packed import refuse_packing
+from ringspan.proof.routed import has_experts, why_live
 from ringspan.proof.seeing import (
     IMAGES,
     SEEING_VOCABULARY,
@@ -45,6 +46,8 @@ from ringspan.torch.runtime.mesh import init_mesh
 
 GENERATION: Final = "generation"
 _FIRST: Final = "one sequence"
+_OF_NUMBERS: Final = ("z_loss", "label_smoothing", *OF_UPDATE)
+"""Options that one process takes too."""
 COUNTS_PADDING: Final = "transformers gives other numbers if the padding tokens are others; pad on the right"
 NOT_TRIED: Final = (
     "the model's full size, its own weights and longer sequences",
@@ -108,7 +111,7 @@ class Asked:
     config: PreTrainedConfig
     name: str
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Of ``parallelize``."""
+    """Of ``parallelize``, and of an optimizer step."""
     adapter: Any = None
     """Config of PEFT, for an adapter that trains in place of the weights."""
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
@@ -139,21 +142,42 @@ class _Alone:
 
     def __init__(self) -> None:
         self._outcomes: dict[tuple[Any, ...], tuple[Outcome, Bounds]] = {}
+        self.unrouted: dict[str, None] = {}
+        """Why tokens of narrower dtypes went their own ways, in the order in which it was found."""
 
     def of(self, trial: Trial, label: str, batch: Batch) -> tuple[Outcome, Bounds]:
-        """Return the outcome in float64, and the bounds of the trial's dtype."""
-        of_loss = [trial.options.get(name) for name in ("z_loss", "label_smoothing")]
-        key = label, trial.dtype, *of_loss
+        """Return the outcome in float64, and the bounds of the trial's dtype.
+
+        If tokens of the trial's dtype can go the routes of float64, the outcome has these.
+        """
+        of_loss = [trial.options.get(name) for name in _OF_NUMBERS]
+        key = label, trial.dtype, why_live(trial, batch), *of_loss
         if key not in self._outcomes:
             if any(other[0] != label for other in self._outcomes):
                 self._outcomes.clear()  # weights of full width take memory
-            truth = steps.run_alone(trial, batch, torch.float64)
+            truth = self._truth(trial, batch)
             bounds = compare.IN_FLOAT64
             if not trial.is_exact_dtype:
-                one = steps.run_alone(trial, batch)
+                one = steps.run_alone(trial, batch, routes=truth.routes)
                 bounds = compare.bounds_of(one, truth, batch, trial.dtype)
             self._outcomes[key] = truth, bounds
         return self._outcomes[key]
+
+    def _truth(self, trial: Trial, batch: Batch) -> Outcome:
+        """Run a batch in float64, with the routes of its tokens if they can go the same ways in a narrower dtype."""
+        if trial.is_exact_dtype or not has_experts(trial):
+            return steps.run_alone(trial, batch, torch.float64)
+        reason, truth = why_live(trial, batch), None
+        if not reason:
+            try:
+                truth = steps.run_alone(trial, batch, torch.float64, notes_routes=True)
+            except UnsupportedError as error:
+                reason = str(error).removeprefix("routes: ").partition(";")[0]
+            else:
+                reason = "" if truth.routes else "no layer chooses them by scores"
+        if reason:
+            self.unrouted[reason] = None
+        return truth or steps.run_alone(trial, batch, torch.float64)
 
 
 def prove_on(
@@ -266,14 +290,27 @@ def _try_all(
         proof.rows.append(_try_writing(trial, vocabulary))
     else:
         proof.not_tried.append(f"generation in {_name(trial.dtype)}")
+    proof.not_tried += [
+        f"the same experts in {_name(trial.dtype)} as in float64 ({reason}): a token that rounding sends elsewhere "
+        "counts as a difference"
+        for reason in alone.unrouted
+    ]
+    alone.unrouted.clear()
     return wrong
 
 
 def _try(trial: Trial, label: str, batch: Batch, alone: _Alone) -> _Tried | Row:
     """Run a batch on all ranks; the row has the worst error of any of them."""
     row = Row(label, dtype=_name(trial.dtype))
+
+    def routes_of(counts_padding: bool) -> Sequence[Tensor]:
+        if trial.is_exact_dtype:
+            return ()
+        read = batch.with_padding() if counts_padding else batch
+        return alone.of(trial, label, read)[0].routes
+
     try:
-        found = steps.run_on_ring(trial, batch)
+        found = steps.run_on_ring(trial, batch, routes_of)
     except UnsupportedError as error:
         if label == _FIRST:
             raise  # the model or an option, and not this batch
@@ -359,9 +396,12 @@ def _find_place(wrong: _Tried) -> None:
     trial, batch = wrong.trial, wrong.batch
     place: compare.Place | None = None
     if trial.options.get("folds", 1) == 1 and not batch.is_tree:
-        ring = steps.layers_on_ring(trial, batch)
+        routes = wrong.truth.routes
+        ring = steps.layers_on_ring(trial, batch, routes)
         truth = steps.layers_alone(trial, batch, torch.float64)
-        one = None if trial.is_exact_dtype else steps.layers_alone(trial, batch)
+        one = None
+        if not trial.is_exact_dtype:
+            one = steps.layers_alone(trial, batch, routes=routes)
         place = compare.first_place(ring, truth, batch, one, trial.dtype)
     if place is None:
         place = compare.first_gradient(wrong.found, wrong.truth, wrong.bounds)
@@ -485,7 +525,7 @@ def prove(
         dtype: that layers compute in, such as ``torch.bfloat16``; float64 on CPUs and float32 on other devices if None.
         weights: a folder, whose own weights are tried: a layer of each kind in full width.
         tree: try a tree of rows with one beginning too (``shared_prefix``).
-        options: of ``parallelize``.
+        options: of ``parallelize``, and ``accumulation_steps`` and ``clip_grad_norm`` of an optimizer step.
 
     Raises:
         UnsupportedError, ConfigError, LayoutError: on every rank, a model or options that ``parallelize`` refuses.

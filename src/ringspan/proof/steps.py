@@ -1,7 +1,7 @@
 """Two training steps, an evaluation and a generation, by plain transformers on one process or on a ring."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,18 +10,30 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringspan.proof.batches import Batch, random_tokens
+from ringspan.proof.routed import EVALUATION, LiveRoutes, PlainRoutes
 from ringspan.proof.seeing import language_layers
 from ringspan.proof.trial import Trial, computing_in
 from ringspan.torch.data.padding import IGNORED
+from ringspan.torch.mechanisms.routes.recording import Recorded
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.modules import hidden_of, whole
 from ringspan.torch.model.layers.positions import may_begin_anywhere
+from ringspan.torch.model.layers.routing import ROUTES
+from ringspan.torch.model.memory.gradients import (
+    accumulate,
+    clip_gradients,
+    gradient_norm,
+)
 from ringspan.torch.model.tasks.causal_lm import gathered_tokens
 from ringspan.torch.model.weights.shards import join_slices
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.shard_batch import shard_batch
 
 STEPS: Final = 2
+_EPS: Final = 1e-4
+_EPS_OF_ROUNDED: Final = 1e-2
+"""AdamW moves a weight by the rate whatever its gradient's size, but for ``eps``: rounding of the smallest gradients,
+which may change their sign, is not to decide where weights go."""
 _PROMPT, _READ_AT_ONCE, _WRITTEN = 75, 17, 6
 _SPLIT: Final = ("layout", "folds")  # options that a batch takes too
 
@@ -32,33 +44,81 @@ class Outcome:
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor | None] = field(default_factory=dict[str, Any])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+    """Norms of the whole gradient of each step, if they have a limit."""
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Weights after the steps, or tokens that were written."""
     logits: Tensor | None = None
+    routes: Sequence[Tensor] = ()
+    """Experts (B, S, layers, K) that one process in float64 chose in each pass, if narrower dtypes go there too."""
+    choice: Tensor | None = None
+    """Experts that the routers themselves chose in evaluation."""
     counts_padding: bool = False
     """True if the model's positions count padding on the left, so that one process has to read it too."""
 
 
-def run_alone(trial: Trial, batch: Batch, dtype: torch.dtype | None = None) -> Outcome:
+def run_alone(
+    trial: Trial,
+    batch: Batch,
+    dtype: torch.dtype | None = None,
+    routes: Sequence[Tensor] | None = None,
+    *,
+    notes_routes: bool = False,
+) -> Outcome:
     """Run a batch on plain transformers, each document, branch or row without padding separately.
 
-    In the trial's dtype, or with the same numbers and all code in a wider one.
+    In the trial's dtype, or with the same numbers and all code in a wider one. Tokens go to the experts of ``routes``,
+    a pass each, if they are given; with ``notes_routes``, the outcome has those that they went to.
     """
     model, found = trial.make(dtype), Outcome()
     call, reads = _caller(model, trial, dtype), dtype or trial.dtype
-    count = sum(int((part != IGNORED).sum()) for part in _targets(batch))
+    micro, count = _micro_batches(trial, batch)
+    ways = _ways(model, batch, routes, notes_routes=notes_routes)
 
-    def loss() -> Tensor:
-        pairs = zip(_logits(call, batch, reads), _targets(batch), strict=True)
-        total = sum(_loss_of(logits, wanted, trial.options) for logits, wanted in pairs)
-        return total / count  # pyright: ignore[reportReturnType]
+    def losses(step: int) -> Iterator[Tensor]:
+        for number, part in enumerate(micro):
+            with ways.passing(step * len(micro) + number):
+                read = _logits(call, part, reads, ways)
+                pairs = zip(read, _targets(part), strict=True)
+                total: Any = sum(
+                    _loss_of(logits, wanted, trial.options) for logits, wanted in pairs
+                )
+            loss = total / count
+            loss.backward()
+            yield loss.detach()
 
-    _train(model, loss, found)
+    def clip(trained: list[Tensor]) -> Tensor:
+        return nn.utils.clip_grad_norm_(trained, trial.most_norm)
+
+    _train(model, losses, clip, found, trial)
     if not batch.is_tree:
         model.eval()
-        with torch.no_grad():
-            found.logits = _joined(_logits(call, batch, reads), batch)
+        with torch.no_grad(), ways.passing(EVALUATION):
+            found.logits = _joined(_logits(call, batch, reads, ways), batch)
+    if ways.live:
+        found.choice = ways.live[EVALUATION]
+        found.routes = ways.live if notes_routes else ()
     return found
+
+
+def _micro_batches(trial: Trial, batch: Batch) -> tuple[list[Batch], int]:
+    """Return the micro-batches of a step, and the targets of all of them."""
+    micro = [batch.micro(number) for number in range(trial.micro_steps)]
+    targets = [part for each in micro for part in _targets(each)]
+    return micro, sum(int((part != IGNORED).sum()) for part in targets)
+
+
+def _ways(
+    model: Any,
+    batch: Batch,
+    routes: Sequence[Tensor] | None,
+    *,
+    notes_routes: bool = False,
+) -> PlainRoutes | LiveRoutes:
+    """Return what answers the routers of a plain model, or nothing that does."""
+    if routes or notes_routes:
+        return PlainRoutes(model, batch, routes)
+    return LiveRoutes()
 
 
 def _caller(model: Any, trial: Trial, dtype: torch.dtype | None) -> Callable[..., Any]:
@@ -69,12 +129,17 @@ def _caller(model: Any, trial: Trial, dtype: torch.dtype | None) -> Callable[...
 
 
 def _logits(
-    call: Callable[..., Any], batch: Batch, dtype: torch.dtype
+    call: Callable[..., Any],
+    batch: Batch,
+    dtype: torch.dtype,
+    ways: PlainRoutes | LiveRoutes,
 ) -> Iterator[Tensor]:
     """Yield the logits (1, T, V) of each part of a batch."""
     media = _floats_in(batch.seen, dtype)
     for row, places in batch.parts:
-        yield call(**batch.read(row, places), use_cache=False, **media).logits
+        with ways.part(row, places):
+            out = call(**batch.read(row, places), use_cache=False, **media)
+        yield out.logits
 
 
 def _targets(batch: Batch) -> Iterator[Tensor]:
@@ -106,20 +171,50 @@ def _joined(parts: Iterable[Tensor], batch: Batch) -> Tensor:
     return whole_one
 
 
-def run_on_ring(trial: Trial, batch: Batch) -> Outcome:
-    """Run a batch on a ring; every rank returns the whole outcome."""
+def run_on_ring(
+    trial: Trial,
+    batch: Batch,
+    routes_of: Callable[[bool], Sequence[Tensor]] = lambda _: (),
+) -> Outcome:
+    """Run a batch on a ring; every rank returns the whole outcome.
+
+    ``routes_of`` says which experts tokens go to in each pass, if positions count padding, or do not.
+    """
     model, found = on_ring(trial), Outcome()
     base: Any = base_of(model)
     found.counts_padding = not may_begin_anywhere(base)
-    local = _local(trial, batch)
-    _train(model, lambda: model(**local).loss, found)
+    routes = routes_of(found.counts_padding)
+    micro, count = _micro_batches(trial, batch)
+    count *= trial.mesh["replicate"].size()  # each replica has the same batch
+
+    def losses(step: int) -> Iterator[Tensor]:
+        ways = routes[step * len(micro) :] or [None] * len(micro)
+        parts = [_local(trial, *each) for each in zip(micro, ways, strict=False)]
+        if len(parts) == 1:
+            loss = model(**parts[0]).loss
+            loss.backward()
+            yield loss.detach()
+            return
+        for output in accumulate(model, parts, len(parts), count):
+            yield output.loss.detach()
+
+    def clip(trained: list[Tensor]) -> Tensor:
+        norm = whole(gradient_norm(trained))
+        clip_gradients(trained, norm, trial.most_norm)
+        return norm
+
+    _train(model, losses, clip, found, trial)
     if batch.is_tree:
         return found
+    last = routes[EVALUATION] if routes else None
+    local, recorded = _local(trial, batch, last), Recorded()
     evaluated = {name: x for name, x in local.items() if name != "shift_labels"}
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), recorded.recording() if routes else nullcontext():
         logits = model(**evaluated).logits
         found.logits = _everywhere(model, logits, batch, local)
+    if routes:
+        found.choice = recorded.whole_live(base, local)
     return found
 
 
@@ -128,12 +223,14 @@ def on_ring(trial: Trial) -> Any:
     return parallelize(trial.make(), trial.mesh, **trial.given)
 
 
-def _local(trial: Trial, batch: Batch) -> dict[str, Any]:
-    """Return this rank's part of a batch for the options of ``parallelize``."""
+def _local(trial: Trial, batch: Batch, routes: Tensor | None = None) -> dict[str, Any]:
+    """Return this rank's part of a batch for the options of ``parallelize``, with the experts of its tokens."""
     how = {name: trial.options[name] for name in _SPLIT if name in trial.options}
     if batch.is_tree:
         how["prefix_loss"] = "each"  # as often as in rows of their own
     inputs = _floats_in(batch.inputs, trial.parameters)
+    if routes is not None:
+        inputs[ROUTES] = routes
     return shard_batch(inputs, trial.mesh, **how)
 
 
@@ -171,14 +268,22 @@ def write(model: Any, vocabulary: int) -> Outcome:
     return Outcome(weights=tokens, logits=torch.stack(out.logits, 1))
 
 
-def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None:
-    """Take optimizer steps; note the losses, the first gradients, and the weights at the end."""
+def _train(
+    model: nn.Module,
+    losses: Callable[[int], Iterable[Tensor]],
+    clip: Callable[[list[Tensor]], Tensor],
+    found: Outcome,
+    trial: Trial,
+) -> None:
+    """Take optimizer steps; note the losses, the first gradients, their norms, and the weights at the end.
+
+    ``losses`` runs the micro-batches of a step forward and backward; ``clip`` scales gradients and returns their norm.
+    """
+    eps = _EPS if trial.is_exact_dtype else _EPS_OF_ROUNDED
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=eps)
     for step in range(STEPS):
-        value = loss()
-        found.losses.append(value.detach())
-        value.backward()
+        found.losses.append(torch.stack([*losses(step)]).sum())
         if step == 0:
             gradients = {
                 name: None if p.grad is None else whole(p.grad).clone()
@@ -186,6 +291,8 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
                 if p.requires_grad
             }
             found.gradients = join_slices(gradients)
+        if trial.most_norm:
+            found.norms.append(clip([p for p in trained if p.grad is not None]))
         optimizer.step()
         optimizer.zero_grad()
     weights = {
@@ -197,16 +304,21 @@ def _train(model: nn.Module, loss: Callable[[], Tensor], found: Outcome) -> None
 
 
 def layers_alone(
-    trial: Trial, batch: Batch, dtype: torch.dtype | None = None
+    trial: Trial,
+    batch: Batch,
+    dtype: torch.dtype | None = None,
+    routes: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
     """Return the hidden states (B, S, C) after every part of every layer, of plain transformers."""
     model = trial.make(dtype)
+    ways = _ways(model, batch, routes)
     call, seen = _caller(model, trial, dtype), list[dict[str, Tensor]]()
     media = _floats_in(batch.seen, dtype or trial.dtype)
-    for row, places in batch.parts:
-        with torch.no_grad(), _watching(model) as found:
-            call(**batch.read(row, places), use_cache=False, **media)
-        seen.append(found)
+    with torch.no_grad(), ways.passing(0):
+        for row, places in batch.parts:
+            with ways.part(row, places), _watching(model) as found:
+                call(**batch.read(row, places), use_cache=False, **media)
+            seen.append(found)
     return {
         name: _joined((found[name] for found in seen), batch)
         for name in seen[0]
@@ -214,9 +326,12 @@ def layers_alone(
     }
 
 
-def layers_on_ring(trial: Trial, batch: Batch) -> dict[str, Tensor]:
+def layers_on_ring(
+    trial: Trial, batch: Batch, routes: Sequence[Tensor] = ()
+) -> dict[str, Tensor]:
     """Return the hidden states (B, S, C) after every part of every layer, gathered from a ring."""
-    model, local = on_ring(trial), _local(trial, batch)
+    first = routes[0] if routes else None
+    model, local = on_ring(trial), _local(trial, batch, first)
     with torch.no_grad(), _watching(model) as seen:
         model(**local)
     return {

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig
 
 from ringspan.proof.float64 import in_float64_of
+from ringspan.proof.options import ACCUMULATION, CLIP, OF_UPDATE
 from ringspan.proof.own_code import has_own_code
 from ringspan.proof.own_weights import OwnWeights
 from ringspan.proof.packed import packed_copy, unpacked
@@ -20,6 +21,8 @@ from ringspan.torch.model.weights.loading import auto_class
 
 _NOISE: Final = 0.05
 """Deviation of random weights."""
+_SEED: Final = 3
+"""Random numbers of the weights, the same in each trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model on a mesh with options of ``parallelize``; layers compute in ``dtype``, weights are ``parameters``."""
+    """A model on a mesh with options of a step; layers compute in ``dtype``, weights are ``parameters``."""
 
     subject: Subject
     mesh: DeviceMesh
@@ -80,9 +83,22 @@ class Trial:
     @property
     def given(self) -> dict[str, Any]:
         """Return the options for ``parallelize``."""
+        options = {
+            name: value for name, value in self.options.items() if name not in OF_UPDATE
+        }
         if self.dtype == self.parameters:
-            return self.options
-        return self.options | {"compute_dtype": self.dtype}
+            return options
+        return options | {"compute_dtype": self.dtype}
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the micro-batches of an optimizer step."""
+        return self.options.get(ACCUMULATION, 1)
+
+    @property
+    def most_norm(self) -> float:
+        """Return the largest norm of a step's gradient; 0 for any."""
+        return self.options.get(CLIP, 0.0)
 
 
 def _plain(config: PreTrainedConfig) -> Any:
@@ -91,7 +107,7 @@ def _plain(config: PreTrainedConfig) -> Any:
     model = auto_class(config, sees=sees(config)).from_config(
         config, dtype=torch.float32, trust_remote_code=has_own_code(config)
     )
-    random = torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=random) * _NOISE

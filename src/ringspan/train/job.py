@@ -5,7 +5,7 @@ import importlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,10 +30,15 @@ from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.mechanisms.trees.shared_rows import SharedRows
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.layers.decoder import decoder_of, text_config
-from ringspan.torch.model.layers.modules import local_part, whole
+from ringspan.torch.model.layers.modules import whole
 from ringspan.torch.model.layers.positions import beyond_table
 from ringspan.torch.model.memory.adamw import HostAdamW, RoundingAdamW
 from ringspan.torch.model.memory.checkpointing import choose_checkpoint
+from ringspan.torch.model.memory.gradients import (
+    accumulate,
+    clip_gradients,
+    gradient_norm,
+)
 from ringspan.torch.model.view import view_of
 from ringspan.torch.model.weights.loading import auto_class
 from ringspan.torch.parallelize import put_on_mesh
@@ -88,11 +93,10 @@ class Job:
         set_learning_rate(self.optimizer, rate)
         num_targets, parts = self.batches.step(step)
         loss = index_loss = 0.0
-        for number, part in enumerate(parts, start=1):
-            # Gradients are summed over replicas only in the last micro-step.
-            self.model.set_requires_all_reduce(number == settings.accumulation_steps)
-            output = self.model(**part, num_items_in_batch=num_targets)
-            output.loss.backward()
+        micro_steps = accumulate(
+            self.model, parts, settings.accumulation_steps, num_targets
+        )
+        for output in micro_steps:
             loss += float(output.loss.detach())
             index_loss += float(output.get("index_loss", 0.0))
         parameters = [
@@ -108,9 +112,7 @@ class Job:
         )
         if verdict.apply:
             if settings.clip_grad_norm:
-                factor = (settings.clip_grad_norm / (total + 1e-6)).clamp(max=1.0)
-                for parameter in parameters:
-                    local_part(parameter.grad).mul_(factor)
+                clip_gradients(parameters, total, settings.clip_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -251,16 +253,6 @@ def _text(
     return tokenizer, build_data(
         config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size
     )
-
-
-def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    # A sum in bfloat16 would miss small gradients. Ranks reduce one norm, not one for each parameter.
-    norms = [
-        torch.linalg.vector_norm(p.grad, dtype=torch.float32)
-        for p in parameters
-        if p.grad is not None
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class Batches:

@@ -16,6 +16,7 @@ from ringspan.train.config.step import (
     MODEL,
     NAMED,
     STEP,
+    UPDATE,
     read_step,
 )
 from ringspan.train.config.tables import TrainConfig
@@ -32,7 +33,7 @@ def keys(table: type[BaseModel], path: str = "") -> Iterator[str]:
 
 def test_each_key_of_a_training_file_is_in_one_class():
     assert {*KEYS} == {*keys(TrainConfig)}
-    assert {*KEYS.values()} == {STEP, MODEL, BATCH, NAMED, BESIDE}
+    assert {*KEYS.values()} == {STEP, UPDATE, MODEL, BATCH, NAMED, BESIDE}
     options = {field.name for field in fields(StepConfig)}
     taken = {key.partition(".")[2] for key, how in KEYS.items() if how == STEP}
     assert taken - options == {"ring", "replicate", "tp"}
@@ -64,8 +65,7 @@ def test_options_of_a_step_come_from_every_table():
     ("setting", "said"),
     [
         ("optimizer.name=lion_8bit", 'optimizer.name="lion_8bit"'),
-        ("optimizer.accumulation_steps=4", "optimizer.accumulation_steps=4"),
-        ("optimizer.clip_grad_norm=0.5", "optimizer.clip_grad_norm=0.5"),
+        ("optimizer.batch_size=4", "optimizer.batch_size=4"),
         ("memory.activation_bytes=5", "memory.activation_bytes=5"),
         ("memory.activation_bytes=5", "memory.checkpoint=auto (it depends on sizes)"),
         ("data.messages=messages", 'data.messages="messages"'),
@@ -73,6 +73,17 @@ def test_options_of_a_step_come_from_every_table():
 )
 def test_what_is_set_and_not_tried_is_named(setting, said):
     assert said in read_step([setting]).not_tried
+
+
+def test_an_optimizer_step_is_as_the_training_takes_it(tmp_path):
+    set_here = ["optimizer.accumulation_steps=4", "optimizer.clip_grad_norm=0.5"]
+    given = {"accumulation_steps": 4, "clip_grad_norm": 0.5}
+    assert read_step(set_here).options == given
+    assert read_step([]).options == {}
+    path = tmp_path / "config.toml"
+    path.write_text(training_file(tmp_path))
+    found = read_step([str(path), "optimizer.accumulation_steps=3"]).options
+    assert found["accumulation_steps"] == 3 and found["clip_grad_norm"] == 1.0
 
 
 def test_a_file_names_the_length_that_is_not_tried(tmp_path):

@@ -9,9 +9,10 @@ from ringspan.train.config.load import apply_override, load_config, parse_config
 from ringspan.train.config.problems import Table, shown, table_of
 from ringspan.train.config.tables import TrainConfig, step_options
 
-STEP, MODEL, BATCH, NAMED, BESIDE = "step", "model", "batch", "named", "beside"
-"""A proof passes a key to ``parallelize`` or the mesh, makes its model or its batches with it, names it as not tried if
-it is set, or leaves it out since no number of a step depends on it."""
+STEP, UPDATE, MODEL, BATCH = "step", "update", "model", "batch"
+NAMED, BESIDE = "named", "beside"
+"""A proof passes a key to ``parallelize`` or the mesh, takes its optimizer steps with it, makes its model or its
+batches with it, names it as not tried if it is set, or leaves it out since no number of a step depends on it."""
 KEYS: Final[dict[str, str]] = {
     **dict.fromkeys(("run", "seed", "steps", "profile"), BESIDE),
     **dict.fromkeys(("model.path", "model.init", "model.config", "model.rope"), MODEL),
@@ -47,8 +48,9 @@ KEYS: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("optimizer.warmup_steps", "optimizer.min_learning_rate_ratio"), NAMED
     ),
-    **dict.fromkeys(("optimizer.clip_grad_norm", "optimizer.batch_size"), NAMED),
-    **dict.fromkeys(("optimizer.accumulation_steps", "optimizer.name"), NAMED),
+    "optimizer.clip_grad_norm": UPDATE,
+    "optimizer.accumulation_steps": UPDATE,
+    **dict.fromkeys(("optimizer.batch_size", "optimizer.name"), NAMED),
     **dict.fromkeys(("optimizer.state", "optimizer.on_host"), NAMED),
     "optimizer.rounding": NAMED,
     **dict.fromkeys(("evaluation.every_steps", "evaluation.num_sequences"), BESIDE),
@@ -105,8 +107,20 @@ def read_step(settings: Sequence[str]) -> AskedStep:
                 not_tried.append("memory.checkpoint=auto (it depends on sizes)")
         elif value != getattr(plain, name):
             options[name] = value
+    options |= _of_update(config, is_file=is_file)
     not_tried += _named(config, is_file=is_file)
     return AskedStep(config, options, tuple(not_tried), is_file)
+
+
+def _of_update(config: TrainConfig, *, is_file: bool) -> dict[str, Any]:
+    """Return the options of an optimizer step that are set; a file's step has the defaults of the others too."""
+    found: dict[str, Any] = {}
+    for key in (key for key, how in KEYS.items() if how == UPDATE):
+        table, _, name = key.partition(".")
+        values = getattr(config, table)
+        if is_file or name in values.model_fields_set:
+            found[name] = getattr(values, name)
+    return found
 
 
 def _named(config: TrainConfig, *, is_file: bool) -> Iterator[str]:

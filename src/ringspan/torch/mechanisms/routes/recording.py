@@ -1,6 +1,6 @@
 """Routes that a pass chose, of all tokens of its batch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -50,16 +50,26 @@ class Recorded:
 
     def whole(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Gather the routes (B, S, layers, K) of a batch on every rank of the ring; UnsupportedError without any."""
-        rows = len(batch["input_ids"])
-        found = [each.chosen for each in self._passes]
-        local = [each.unflatten(0, (rows, -1)) for each in found if each is not None]
-        if not local:
-            raise UnsupportedError(
-                "routes: no layer of this model chooses experts by their scores; leave them out"
-            )
-        lengths = batch.get("document_lengths")
-        length = whole_length(int(batch["sequence_length"]), lengths)
-        return gathered_tokens(model, torch.cat(local, 1).int(), length, lengths)
+        return _gathered([each.chosen for each in self._passes], model, batch)
+
+    def whole_live(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Gather what the routers themselves chose, also where other experts were given; like ``whole``."""
+        return _gathered([each.live for each in self._passes], model, batch)
+
+
+def _gathered(
+    found: Sequence[Tensor | None], model: Any, batch: Mapping[str, Any]
+) -> Tensor:
+    """Gather local routes (tokens, layers, K) of each fold into the whole batch (B, S, layers, K)."""
+    rows = len(batch["input_ids"])
+    local = [each.unflatten(0, (rows, -1)) for each in found if each is not None]
+    if not local:
+        raise UnsupportedError(
+            "routes: no layer of this model chooses experts by their scores; leave them out"
+        )
+    lengths = batch.get("document_lengths")
+    length = whole_length(int(batch["sequence_length"]), lengths)
+    return gathered_tokens(model, torch.cat(local, 1).int(), length, lengths)
 
 
 @torch.no_grad()

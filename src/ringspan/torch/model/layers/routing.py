@@ -51,11 +51,17 @@ class Routing:
         self._mode: _Mode | None = None
         self._answered = 0
         self._chosen: list[Tensor] = []
+        self._live: list[Tensor] = []
 
     @property
     def chosen(self) -> Tensor | None:
         """The experts (n, K) of all tokens; None if the layer has no router."""
         return torch.cat(self._chosen) if self._chosen else None
+
+    @property
+    def live(self) -> Tensor | None:
+        """The experts (n, K) that the router itself chose, also where others were given; None without a router."""
+        return torch.cat(self._live) if self._live else None
 
     @contextmanager
     def choosing(self, rows: slice) -> Iterator[None]:
@@ -65,7 +71,8 @@ class Routing:
             if self._mode is not None:
                 yield
                 return
-            self._mode, self._answered, self._chosen = _Mode(self), 0, []
+            self._mode, self._answered = _Mode(self), 0
+            self._chosen, self._live = [], []
             try:
                 with self._mode:
                     yield
@@ -96,6 +103,7 @@ class Routing:
                 "routes: a layer chooses experts more than once for a token, and routes name one choice of each layer; "
                 "leave them out"
             )
+        self._live.append(live.detach().flatten(0, -2))
         if self._given is not None:
             given = self._given[self._rows]
             if given.shape[-1] != live.shape[-1]:
@@ -143,6 +151,7 @@ class PassRoutes:
         """Take the routes ``given`` (n, layers, K), or let the routers choose."""
         self._given, self._experts, self._tokens = given, experts, tokens
         self._chosen: list[Tensor | None] = [None] * layers
+        self._live: list[Tensor | None] = [None] * layers
 
     @contextmanager
     def of_layer(self, number: int) -> Iterator[None]:
@@ -155,7 +164,7 @@ class PassRoutes:
                 yield
         finally:
             _routing.reset(token)
-        self._chosen[number] = routing.chosen
+        self._chosen[number], self._live[number] = routing.chosen, routing.live
         is_last = number == len(self._chosen) - 1
         if (
             is_last
@@ -169,13 +178,26 @@ class PassRoutes:
     @property
     def chosen(self) -> Tensor | None:
         """The experts (n, layers, K), ``LIVE`` for layers that choose none; None if no layer does."""
-        some = next(filter(_is_there, self._chosen), None)
-        if some is None:
-            return None
-        nothing = torch.full_like(some, LIVE)
-        return torch.stack(
-            [nothing if each is None else each for each in self._chosen], 1
-        )
+        return _of_layers(self._chosen)
+
+    @property
+    def live(self) -> Tensor | None:
+        """The same, as the routers themselves chose, also where other experts were given."""
+        return _of_layers(self._live)
+
+
+def _of_layers(chosen: Sequence[Tensor | None]) -> Tensor | None:
+    some = next(filter(_is_there, chosen), None)
+    if some is None:
+        return None
+    for each in chosen:
+        if each is not None and each.shape != some.shape:
+            raise UnsupportedError(
+                f"routes: a layer chooses {each.shape[-1]} experts of a token and another one {some.shape[-1]}; leave "
+                "them out"
+            )
+    nothing = torch.full_like(some, LIVE)
+    return torch.stack([nothing if each is None else each for each in chosen], 1)
 
 
 def _is_there(chosen: Tensor | None) -> bool:
@@ -198,11 +220,26 @@ class Routed(Mixin):
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         layer: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         now = current_pass()
-        routes: PassRoutes | None = None if now is None else now.notes.get(ROUTES)
+        routes: PassRoutes | None = (
+            _off_rings.get() if now is None else now.notes.get(ROUTES)
+        )
         if routes is None:
             return layer(*args, **kwargs)
         with routes.of_layer(self.ring_layer_number):
             return layer(*args, **kwargs)
+
+
+_off_rings: ContextVar[PassRoutes | None] = ContextVar("off_rings", default=None)
+
+
+@contextmanager
+def answering(routes: PassRoutes) -> Iterator[None]:
+    """Answer the routers of routed layers in passes of a model that is on no ring."""
+    token = _off_rings.set(routes)
+    try:
+        yield
+    finally:
+        _off_rings.reset(token)
 
 
 def route_layers(layers: Sequence[nn.Module]) -> None:
