@@ -40,7 +40,7 @@ class Batch(NamedTuple):
         return self._replace(inputs=self.inputs | {"input_ids": ids})
 
     def micro(self, number: int) -> "Batch":
-        """Return the batch of a micro-step, the first of which has this one: other tokens, and fewer targets."""
+        """Return the batch of a micro-step: this one first, then other tokens and fewer targets."""
         if number == 0:
             return self
         ids, labels = self.inputs["input_ids"], self.inputs["labels"].clone()
