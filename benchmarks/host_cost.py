@@ -6,7 +6,8 @@ The models have twelve layers, or as many as ``--layers`` says (36 of an 8B), th
 next to nothing; each rank has as many tokens in both. Steps of a ring and of plain transformers take turns in one
 process, so that a machine whose speed drifts changes both alike: ``ratio`` is the median of the ratios of neighbouring
 steps, in CPU time of rank 0's process, and milliseconds are medians too. ``calls`` are Python's function calls per
-layer and step. ``new_documents``: the documents of each step have other lengths.
+layer and step. ``new_documents``: the documents of each step have other lengths. ``compiled``: layers of the ring are
+(``parallelize(compile=True)``), and the plain ones are not.
 """
 
 import cProfile
@@ -81,6 +82,7 @@ class HostCase:
     is_plain: bool = False
     lora: bool = False
     new_documents: bool = False
+    compiled: bool = False
     layers: int = LAYERS
 
 
@@ -96,13 +98,17 @@ def cases(kinds: list[str], ranks: int, layers: int) -> list[tuple[HostCase, Hos
     if "llama" in kinds:
         wanted.append(HostCase(ranks=ranks, layers=layers, lora=True))
         wanted.append(HostCase(ranks=ranks, layers=layers, new_documents=True))
+        for checkpoint in ("none", "attention"):
+            case = HostCase(checkpoint=checkpoint, ranks=ranks, layers=layers)
+            wanted.append(replace(case, compiled=True))
     return [(case, plain_of(case)) for case in wanted]
 
 
 def plain_of(case: HostCase) -> HostCase:
     """Return the case of plain transformers: without documents, which it does not keep apart."""
     checkpoint = "none" if case.checkpoint == "none" else "full"
-    return replace(case, checkpoint=checkpoint, is_plain=True, new_documents=False)
+    others = {"new_documents": False, "compiled": False}
+    return replace(case, checkpoint=checkpoint, is_plain=True, **others)
 
 
 Step = Callable[[int], tuple[float, ...]]
@@ -211,7 +217,11 @@ def _plain(case: HostCase) -> Step:
 def _on_ring(case: HostCase) -> Step:
     mesh = rs.init_mesh(ring=case.ranks)
     model = rs.parallelize(
-        _model(case), mesh, checkpoint=case.checkpoint, watchdog=False
+        _model(case),
+        mesh,
+        checkpoint=case.checkpoint,
+        watchdog=False,
+        compile=case.compiled,
     )
     length = TOKENS * case.ranks
     ids = torch.randint(0, VOCABULARY, (1, length))

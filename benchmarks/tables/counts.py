@@ -413,6 +413,7 @@ def host_cost() -> str:
             for words, is_so in (
                 ("LoRA", row["lora"]),
                 ("new documents", row["new_documents"]),
+                ("compiled", row.get("compiled", False)),
             )
             if is_so
         ]

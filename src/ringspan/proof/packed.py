@@ -39,7 +39,7 @@ def packed_copy(model: Any, packed: dict[str, Any], dtype: torch.dtype) -> Any:
             dtype=dtype,
             device_map="cpu",
         )
-    # On some CPUs bitsandbytes would pack weights again in evaluation, and fails for small ones. A ring does not either.
+    # On some CPUs bitsandbytes would pack weights again in evaluation, and fails for small ones. Rings forbid it too.
     settle_packed(made)
     return made
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -91,8 +90,7 @@ class PackedSpec(NamedTuple):
         return self.on(self.buffer_spec.empty())
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Ranges of an owner's tokens: k (B, G, n, D) and v (B, G, n, E); or queries and (B, H, n, 0); or out and lse.
 
     ``buffer`` is a packed block's flat tensor. ``scales`` (2, B, G, 1, 1) float32 are factors of coded k and v.

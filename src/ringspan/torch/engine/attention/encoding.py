@@ -1,6 +1,5 @@
 """Encoding of keys and values for sending, once by the owner; docs/routes.md states the errors."""
 
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -55,4 +54,4 @@ def decode(block: Block, dtype: torch.dtype) -> Block:
         (code.to(torch.float32) * scale).to(dtype)
         for code, scale in zip((block.k, block.v), block.scales, strict=True)
     )
-    return replace(block, k=k, v=v, buffer=None, scales=None)
+    return block._replace(k=k, v=v, buffer=None, scales=None)

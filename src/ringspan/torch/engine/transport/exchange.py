@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,8 +125,8 @@ def _recording(
     record.thread_seconds += time.thread_time()
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+# Named tuples, here and of what is sent: a hop makes several, and data classes are slow to make.
+class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device

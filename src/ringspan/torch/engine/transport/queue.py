@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -37,8 +36,7 @@ class OutOfStepError(Exception):
     """Error that a peer makes other calls, so that an expected message will not come."""
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """A message expected from a peer: sequence number (from 1), tag and bytes."""
 
     sender: int
