@@ -7,7 +7,7 @@ next to nothing; each rank has as many tokens in both. Steps of a ring and of pl
 process, so that a machine whose speed drifts changes both alike: ``ratio`` is the median of the ratios of neighbouring
 steps, in CPU time of rank 0's process, and milliseconds are medians too. ``calls`` are Python's function calls per
 layer and step. ``new_documents``: the documents of each step have other lengths. ``compiled``: layers of the ring are
-(``parallelize(compile=True)``), and the plain ones are not.
+(``parallelize(compile=True)``), and the plain ones are not. ``expert_slices``: of the ring's experts.
 """
 
 import cProfile
@@ -83,6 +83,7 @@ class HostCase:
     lora: bool = False
     new_documents: bool = False
     compiled: bool = False
+    expert_slices: int = 1
     layers: int = LAYERS
 
 
@@ -101,13 +102,16 @@ def cases(kinds: list[str], ranks: int, layers: int) -> list[tuple[HostCase, Hos
         for checkpoint in ("none", "attention"):
             case = HostCase(checkpoint=checkpoint, ranks=ranks, layers=layers)
             wanted.append(replace(case, compiled=True))
+    if "qwen3-moe" in kinds:
+        case = HostCase(kind="qwen3-moe", ranks=ranks, layers=layers)
+        wanted.append(replace(case, expert_slices=2))
     return [(case, plain_of(case)) for case in wanted]
 
 
 def plain_of(case: HostCase) -> HostCase:
     """Return the case of plain transformers: without documents, which it does not keep apart."""
     checkpoint = "none" if case.checkpoint == "none" else "full"
-    others = {"new_documents": False, "compiled": False}
+    others = {"new_documents": False, "compiled": False, "expert_slices": 1}
     return replace(case, checkpoint=checkpoint, is_plain=True, **others)
 
 
@@ -222,6 +226,7 @@ def _on_ring(case: HostCase) -> Step:
         checkpoint=case.checkpoint,
         watchdog=False,
         compile=case.compiled,
+        expert_slices=case.expert_slices,
     )
     length = TOKENS * case.ranks
     ids = torch.randint(0, VOCABULARY, (1, length))

@@ -414,6 +414,7 @@ def host_cost() -> str:
                 ("LoRA", row["lora"]),
                 ("new documents", row["new_documents"]),
                 ("compiled", row.get("compiled", False)),
+                ("2 slices", row.get("expert_slices", 1) > 1),
             )
             if is_so
         ]

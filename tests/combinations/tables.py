@@ -93,6 +93,7 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "loss_chunk_vocabulary": {"all": None, "13": 13},
     "feedforward_chunk_tokens": {"auto": "auto", "0": 0, "3": 3},
     "norm_chunk_tokens": {"auto": "auto", "4": 4},
+    "expert_slices": {"1": 1, "2": 2, "3": 3, "auto": "auto"},
     "z_loss": {"0": 0.0, "0.01": 0.01},
     "label_smoothing": {"0": 0.0, "0.1": 0.1},
 }  # fmt: skip
@@ -207,6 +208,13 @@ REFUSALS: Final = (
     Refusal(
         "does not go with layers with an index",
         lambda draw: (_is_in_folds(draw) or _is_tree(draw)) and _has(draw, "index"),
+    ),
+    Refusal(
+        "has no layer whose experts are stacked",
+        lambda draw: (
+            draw["expert_slices"] in ("2", "3")
+            and (not _has(draw, "experts") or draw["family"] == "llama4_text")
+        ),
     ),
     Refusal(
         "for which it has no code",

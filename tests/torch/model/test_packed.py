@@ -25,6 +25,7 @@ PerGroup, PerTensor = torchao.granularity.PerGroup, torchao.granularity.PerTenso
 
 BITS = {
     "int8": Int8WeightOnlyConfig(),
+    "int8, one scale": Int8WeightOnlyConfig(granularity=PerTensor()),
     "int8, with zero points": IntxWeightOnlyConfig(
         weight_dtype=torch.int8, granularity=PerGroup(32)
     ),
@@ -95,6 +96,58 @@ def test_adapters_of_packed_weights_train_as_on_one_process(
     )
 
 
+def with_packed_experts(bits: str) -> Any:
+    """An adapter of attention beside experts whose stacked weights are packed."""
+    model: Any = build("mixtral", num_local_experts=5).requires_grad_(False)
+    model.set_experts_implementation("eager")  # the others multiply no packed weights
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    how = torchao.FqnToConfig(dict.fromkeys(names, BITS[bits]))
+    torchao.quantize_(model, how, filter_fn=None)
+    return adapted(model, ["q_proj", "o_proj"])
+
+
+def ring_step_of_experts(mesh: DeviceMesh, bits: str, options: dict[str, Any]) -> Any:
+    model = rs.parallelize(with_packed_experts(bits), mesh, **options)
+    names = {name for name, _ in model.named_parameters() if ".slices." in name}
+    assert any("parametrizations.down_proj.original0" in name for name in names)
+    loss, gradients = trained(step(model, mesh))
+    plain = {
+        name: weight
+        for name, weight in rs.named_weights(model, everywhere=True)
+        if "experts" in name
+    }
+    return loss, gradients | plain
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {"expert_slices": 2}), (3, {"expert_slices": 5, "checkpoint": "full"})],
+)
+def test_packed_experts_are_gathered_in_slices(pool, ranks, options):
+    model = with_packed_experts("int8")
+    loss, gradients = trained(step(model))
+    [whole, *_] = pool.run(named_experts, 1)
+    expected = loss, gradients | whole
+    found = pool.run(ring_step_of_experts, ranks, "int8", options)
+    check(found, expected, LIMITS)
+
+
+def named_experts(mesh: DeviceMesh) -> Any:
+    model = rs.parallelize(with_packed_experts("int8"), mesh)
+    named = rs.named_weights(model, everywhere=True)
+    return {name: weight for name, weight in named if "experts" in name}
+
+
+def experts_of_one_scale() -> Any:
+    return with_packed_experts("int8, one scale")
+
+
+def adapted_experts() -> Any:
+    model = with_packed_experts("int8").unload()
+    how = LoraConfig(r=2, target_parameters=["experts.down_proj"])
+    return get_peft_model(model, how)
+
+
 def from_folder(folder: Path) -> Any:
     torch.manual_seed(4)
     config = TorchAoConfig(Int8WeightOnlyConfig())
@@ -136,6 +189,18 @@ def refused(mesh: DeviceMesh, make: Any, options: dict[str, Any]) -> None:
             {},
             r"q_proj, quantised with its activations, mixes tokens.*PerRow",
         ),
+        (
+            experts_of_one_scale,
+            1,
+            {"expert_slices": 2},
+            r"layers.0.mlp.experts has weights that are packed across experts; use expert_slices=1",
+        ),
+        (
+            adapted_experts,
+            1,
+            {"expert_slices": 2},
+            r"layers.0.mlp.experts.* has packed weights that an adapter changes; use expert_slices=1",
+        ),
         (quantised, 2, {}, r"q_proj is packed \(a Int8Tensor\); use tp=1"),
         (
             quantised,
@@ -150,7 +215,15 @@ def refused(mesh: DeviceMesh, make: Any, options: dict[str, Any]) -> None:
             "loss_chunk_vocabulary=9 needs a head that is its weight alone",
         ),
     ],
-    ids=["trained", "activations", "tp", "compute dtype", "vocabulary"],
+    ids=[
+        "trained",
+        "activations",
+        "one scale",
+        "adapted",
+        "tp",
+        "compute dtype",
+        "vocabulary",
+    ],
 )
 def test_what_packed_weights_cannot_do_raises(pool, make, tp, options, message):
     is_refused(pool.outcomes(refused, 2, make, options, tp=tp), message)

@@ -19,6 +19,7 @@ from ringspan.torch.model.adapters import asking_as_before, base_of, is_peft
 from ringspan.torch.model.consistency.calls import meeting
 from ringspan.torch.model.layers.modules import class_name
 from ringspan.torch.model.layers.positions import as_trained
+from ringspan.torch.model.memory.slices import slices_of
 from ringspan.torch.model.tied import note_untied, tied_names
 from ringspan.torch.model.weights.deferred import (
     Deferred,
@@ -122,10 +123,20 @@ def _every_name(base: Any, readers: Readers) -> dict[str, Deferred]:
             place = name.replace(_PARTS, ".").rpartition(".")[0]
             packed.setdefault(place, []).append(by_name.pop(name))
     for place, parts in packed.items():
-        path, _, own = place.rpartition(".")
-        unpacking = Unpacking(base.get_submodule(path), own, base.dtype)
-        by_name[place] = deferred(_Unpacked(place, unpacking, parts, len(by_name)))
+        by_name[place] = _unpacked(base, place, parts, len(by_name))
     return by_name
+
+
+def _unpacked(base: Any, place: str, parts: list[Deferred], number: int) -> Any:
+    """Return a packed weight as plain numbers, slice by slice where experts are gathered so."""
+    path, _, own = place.rpartition(".")
+    module = base.get_submodule(path)
+    found: list[Any] = []
+    for part, rows in slices_of(module):
+        unpacking = Unpacking(part, own, base.dtype)
+        mine = [each[rows] for each in parts]
+        found.append(deferred(_Unpacked(place, unpacking, mine, number)))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _plain_class(base: PreTrainedModel) -> type[PreTrainedModel]:

@@ -35,7 +35,7 @@ from ringspan.torch.model.layers.switches import Switches
 from ringspan.torch.model.layers.view import ModelView
 from ringspan.torch.model.memory.resting import gradient_dtype, groups_in
 from ringspan.torch.model.weights.loading import rows_of
-from ringspan.torch.model.weights.packed import is_packed
+from ringspan.torch.model.weights.packed import has_rows, is_packed, plain_parts
 from ringspan.torch.model.weights.shards import SLICES
 from ringspan.torch.runtime.autocast import autocast_now
 
@@ -58,9 +58,17 @@ class FusedExperts(NamedTuple):
     ]  # PEFT's, which adapt its parameters; the inner ones first
 
     @property
-    def numbers(self) -> int:
-        """Numbers that are gathered for all experts."""
-        return sum(p.numel() for p in self.module.parameters(recurse=False))
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.module.parameters(recurse=False)]
+
+    def gathered_bytes(self, compute_dtype: torch.dtype | None) -> int:
+        """Return the gathered bytes of all experts: packed weights as they are, others in ``compute_dtype``."""
+        return sum(
+            sum(part.nbytes for _, part in plain_parts("", p))
+            if is_packed(p)
+            else p.numel() * (compute_dtype or p.dtype).itemsize
+            for p in self.parameters
+        )
 
 
 def find_experts(view: ModelView) -> list[FusedExperts]:
@@ -114,17 +122,16 @@ def choose_slices(
     ``auto`` takes the fewest whose bytes stay within ``MAX_SLICE_BYTES``, in layers that can be sliced.
     """
     check_slices(wanted)
-    found = {} if wanted == 1 else {each: each.numbers for each in find_experts(view)}
+    found = [] if wanted == 1 else find_experts(view)
     if wanted not in (1, "auto") and not found:
         raise UnsupportedError(
             f"expert_slices={wanted}: {view.name} has no layer whose experts are stacked in tensors and called with "
             "tokens, chosen experts and weights; use expert_slices=1"
         )
     chosen: dict[FusedExperts, int] = {}
-    for each, numbers in found.items():
-        first = next(p for p in each.module.parameters())
-        dtype = first.dtype if compute_dtype is None else compute_dtype
-        number = num_slices(wanted, each.num_experts, numbers * dtype.itemsize)
+    for each in found:
+        size = each.gathered_bytes(compute_dtype)
+        number = num_slices(wanted, each.num_experts, size)
         if number == 1:
             continue
         why = _why_not(each)
@@ -139,8 +146,11 @@ def choose_slices(
 
 def _why_not(experts: FusedExperts) -> str:
     """Return what of these experts a slice would not compute, or ""."""
-    if any(is_packed(p) for p in experts.module.parameters()):
-        return "has packed weights"
+    packed = [p for p in experts.parameters if is_packed(p)]
+    if not all(map(has_rows, packed)):
+        return "has weights that are packed across experts"
+    if packed and experts.wrappers:
+        return "has packed weights that an adapter changes"
     if "forward" in vars(experts.module):
         return "has a forward of its own"
     return ""
@@ -224,15 +234,21 @@ def _take_whole_experts(
     module: Any, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
     """Let ``load_state_dict`` take tensors of all experts and cut them into slices."""
-    starts = [*module.ring_starts, None]
     for name in module.slices[0]._parameters:
         whole = state.get(prefix + name)
         if not isinstance(whole, Tensor) or isinstance(whole, DTensor):
             continue
         del state[prefix + name]
-        for number in range(len(module.slices)):
-            rows = slice(starts[number], starts[number + 1])
+        for number, (_, rows) in enumerate(slices_of(module)):
             state[f"{prefix}{SLICES}.{number}.{name}"] = whole[rows]
+
+
+def slices_of(module: Any) -> Iterator[tuple[nn.Module, slice]]:
+    """Yield the slices of experts, each with its rows of their tensors; any other module once, with all rows."""
+    starts = [*getattr(module, "ring_starts", [0]), None]
+    parts = getattr(module, SLICES, [module])
+    for number, part in enumerate(parts):
+        yield part, slice(starts[number], starts[number + 1])
 
 
 class _Rows(NamedTuple):

@@ -125,6 +125,14 @@ def is_packed(tensor: Tensor) -> bool:
     return type(tensor).__module__.startswith(PACKERS)
 
 
+def has_rows(tensor: Any) -> bool:
+    """Return whether a packed weight can be cut along its first dimension: each of its parts has that one too."""
+    packing = packing_of(tensor)
+    parts = packing.parts(tensor).values()
+    rows = tensor.shape[:1]
+    return isinstance(packing, _Flattened) and all(p.shape[:1] == rows for p in parts)
+
+
 def packing_of(tensor: Any) -> Packing:
     if hasattr(tensor, "quant_state"):
         return FourBits(type(tensor), tensor.quant_state, tensor.quant_storage)
