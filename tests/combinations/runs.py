@@ -17,6 +17,7 @@ from ringspan.proof.float64 import in_float64_of
 from ringspan.torch.engine.transport.exchange import COUNTERS
 from ringspan.torch.model.memory import offload
 from ringspan.torch.model.memory.adamw import own_state
+from ringspan.torch.model.weights.shards import join_slices
 from tests.combinations.batches import (
     VOCABULARY,
     Batch,
@@ -297,7 +298,7 @@ def train(
         if step == 0:
             gradients = {
                 name: gradient
-                for name, gradient in whole_gradients(way.model).items()
+                for name, gradient in join_slices(whole_gradients(way.model)).items()
                 if gradient is not None
             }
             found.gradients.update(
@@ -313,7 +314,7 @@ def train(
         for name, p in way.model.named_parameters()
         if p.requires_grad
     }
-    found.weights.update(weights)
+    found.weights.update(join_slices(weights))
     return found
 
 

@@ -54,10 +54,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v3": _family("deepseek_v3", "experts", "no tp"),
     "qwen3_next": _family("qwen3_next", "states", "experts"),
     "falcon_h1": _family("falcon_h1", "states"),
-    "jamba": _family("jamba", "states", "experts"),
+    "jamba": _family("jamba", "states", "experts", "two experts"),
     "lfm2": _family("lfm2", "states"),
     "mamba2": _family("mamba2", "states", "no feed-forward"),
-    "minimax": _family("minimax", "states", "experts", "no generation"),
+    "minimax": _family("minimax", "states", "experts", "two experts", "no generation"),
     "deepseek_v32": _family("deepseek_v32", "index", "experts"),
     "glm_moe_dsa": _family("glm_moe_dsa", "index", "experts"),
     "qwen4_exp_text": _family("qwen4_exp_text", "index", "states", "experts"),
@@ -215,6 +215,10 @@ REFUSALS: Final = (
             draw["expert_slices"] in ("2", "3")
             and (not _has(draw, "experts") or draw["family"] == "llama4_text")
         ),
+    ),
+    Refusal(
+        "use 2 slices at most",
+        lambda draw: draw["expert_slices"] == "3" and _has(draw, "two experts"),
     ),
     Refusal(
         "for which it has no code",
