@@ -7,7 +7,7 @@ own that gets the gathered weights of that layer.
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -238,7 +238,7 @@ class _Unpacked(_Kept):
     """A packed weight as plain numbers, from its gathered parts."""
 
     def __init__(
-        self, name: str, unpacking: Unpacking, parts: list[Deferred], place: int
+        self, name: str, unpacking: Unpacking, parts: Sequence[Any], place: int
     ) -> None:
         super().__init__(name, unpacking, place)
         self._unpacking, self._parts = unpacking, parts

@@ -146,6 +146,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     # Checked again for callers of the bare operator.
     check_differentiation("ring_attention", q, k, v, sinks)
+    return _handled(q, k, v, sinks, slopes, spec)
+
+
+def _handled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor]:
     return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
 
 
@@ -283,7 +294,8 @@ def plain_call(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a call of an operator that runs ``forward``, its own code, unless something looks at operators.
 
-    Torch's way to a custom operator takes longer than a small attention.
+    Torch's way to a custom operator takes longer than a small attention. ``forward`` is not called under ``torch.func``
+    or forward-mode differentiation, so it need not look for them.
     """
 
     class Plain(torch.autograd.Function):
@@ -309,7 +321,7 @@ def refuse_again(ctx: object, *gradients: Tensor) -> Never:
 
 
 _attention: Final = plain_call(
-    _forward,
+    _handled,
     _forward_op,
     register_gradient("ring_attention", _forward_op, 5, attend_backward),
 )

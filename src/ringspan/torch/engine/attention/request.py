@@ -28,6 +28,7 @@ from ringspan.torch.engine.attention.arguments import (
     check_plain,
     check_tensors,
     find_group,
+    is_plain,
 )
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.engine.kernels import check_name
@@ -36,6 +37,9 @@ from ringspan.torch.engine.transport.agreement import compare_refused
 
 _log: Final = logging.getLogger(__name__)
 _logged: Final[set[Choice]] = set()
+
+
+_EVERYTHING: Final = slice(None)
 
 
 class Request(NamedTuple):
@@ -58,7 +62,7 @@ class Request(NamedTuple):
 
     def of_rows(self, rows: slice | Tensor) -> "Request":
         """Return the request for some sequences of the batch."""
-        if rows == slice(None):
+        if rows == _EVERYTHING:
             return self
         return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
 
@@ -71,9 +75,11 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
 
     The layers of a step ask the same, so it is checked once; each tensor is looked at every time.
     """
-    for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
-        check_plain(name, tensor)
-    q, k, v = in_autocast(asked.q, asked.k, asked.v)
+    q, k, v = asked.q, asked.k, asked.v
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_plain(name, tensor)
+    q, k, v = in_autocast(q, k, v)
     group = find_group(asked.group)
     if torch.compiler.is_compiling() or asked.route == "auto":
         spec = _spec_of(asked, group, q, k, v)

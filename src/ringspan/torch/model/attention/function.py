@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.geometry.layer_mask import CAUSAL, Blocks, LayerMask, Segments
+from ringspan.core.geometry.layer_mask import CAUSAL, LayerMask
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.engine.attention.cached import Turn, current_turn
 from ringspan.torch.engine.attention.latents import latent_attention
@@ -32,6 +32,7 @@ from ringspan.torch.model.layers.family import CONVENTIONS, Family
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.model.mechanism import Attends
 
+_EVERYTHING: Final = slice(None)
 # Arguments of a pass over a cache that are handled before attention.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
@@ -108,9 +109,9 @@ def register_attention(
             )
             key, value = call.key, call.value
             attention_mask, kwargs = call.mask, call.further
-        check_attention(
-            module, kwargs | {"attention_mask": attention_mask, "dropout": dropout}
-        )
+        if attention_mask is not None or dropout:
+            kwargs |= {"attention_mask": attention_mask, "dropout": dropout}
+        check_attention(module, kwargs)
         if call is not None and call.compute is not None:
             return call.compute().contiguous(), None
         kind = None if call is None else call.kind
@@ -230,8 +231,9 @@ def _over_ring(
                 if of_text is None
                 else of_text.attend((module, number), request)
             )
-    tokens_first = [part.transpose(1, 2) for part in parts]
-    return tokens_first[0] if len(parts) == 1 else torch.cat(tokens_first)
+    if len(parts) == 1:
+        return parts[0].transpose(1, 2)
+    return torch.cat([part.transpose(1, 2) for part in parts])
 
 
 def _rows(
@@ -241,12 +243,11 @@ def _rows(
 
     Without documents, or if all rows have the same ones, there is one slice. It marks ``packed`` as seen.
     """
-    documents_of: Sequence[Segments | None] = (None,)
-    blocks_of: Sequence[Blocks] = ((),)
-    split = None
-    if packed:
-        split = packed.split
-        packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
+    if not packed:
+        layout: Any = config.layout
+        return [Rows(_EVERYTHING, kind.in_text(length), layout)]
+    split = packed.split
+    packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
     parts = parts_of(len(documents_of))
     return [
         Rows(

@@ -245,10 +245,12 @@ def _take_whole_experts(
 
 def slices_of(module: Any) -> Iterator[tuple[nn.Module, slice]]:
     """Yield the slices of experts, each with its rows of their tensors; any other module once, with all rows."""
-    starts = [*getattr(module, "ring_starts", [0]), None]
-    parts = getattr(module, SLICES, [module])
-    for number, part in enumerate(parts):
-        yield part, slice(starts[number], starts[number + 1])
+    if not isinstance(module, _Sliced):
+        yield module, slice(None)
+        return
+    ends = [*module.ring_starts[1:], None]
+    for part, first, end in zip(module.slices, module.ring_starts, ends, strict=True):
+        yield part, slice(first, end)
 
 
 class _Rows(NamedTuple):
