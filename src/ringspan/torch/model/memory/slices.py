@@ -248,8 +248,9 @@ def slices_of(module: Any) -> Iterator[tuple[nn.Module, slice]]:
     if not isinstance(module, _Sliced):
         yield module, slice(None)
         return
+    parts: Any = module.slices
     ends = [*module.ring_starts[1:], None]
-    for part, first, end in zip(module.slices, module.ring_starts, ends, strict=True):
+    for part, first, end in zip(parts, module.ring_starts, ends, strict=True):
         yield part, slice(first, end)
 
 
