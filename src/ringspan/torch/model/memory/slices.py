@@ -231,7 +231,7 @@ def slice_placement(ranks: int) -> Any:
 
 
 def _take_whole_experts(
-    module: Any, state: dict[str, Any], prefix: str, *_: object
+    module: Any, state: dict[str, Any], prefix: str, *others: object
 ) -> None:
     """Let ``load_state_dict`` take tensors of all experts and cut them into slices."""
     for name in module.slices[0]._parameters:
