@@ -122,3 +122,11 @@ def test_layers_with_other_numbers_of_experts_have_no_routes():
         UnsupportedError, match="chooses 2 experts of a token and another one 1"
     ):
         _ = routes.live
+
+
+def test_rounding_as_large_as_the_numbers_is_named(pool):
+    [proof, _] = pool.run(proven, 2, "gemma4_text")
+    wide = [row for row in proof.rows if row.bound >= 1]
+    hidden = [each for each in proof.not_tried if "mistakes below the rounding" in each]
+    assert wide and len(hidden) == len(wide)
+    assert f"bfloat16 in {wide[0].batch}: one process is off by" in hidden[0]

@@ -229,12 +229,21 @@ def prove_on(
         wrong = wrong or found
     if all(row.dtype != "bfloat16" for row in proof.rows):
         proof.not_tried.append("rounding of bfloat16: give --dtype bfloat16")
+    proof.not_tried += filter(None, map(_says_little, proof.rows))
     if wrong is not None:
         doing("looking for the place")
         proof.smallest = _plain(_fewest(wrong, alone))
         _find_place(wrong)
     proof.seconds = time.perf_counter() - started
     return proof
+
+
+def _says_little(row: Row) -> str:
+    """Return that a row's bound is as wide as the numbers themselves, so that less than that does not show."""
+    if row.error is None or row.bound < 1:
+        return ""
+    share = row.bound / compare.MARGIN
+    return f"mistakes below the rounding of {row.dtype} in {row.batch}: one process is off by {share:.0%} there"
 
 
 def _not_tried(asked: Asked, small: PreTrainedConfig, left_out: int) -> Iterator[str]:
