@@ -112,6 +112,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Workers compare the names of their tests, and an object lies elsewhere in each of them.
+    if placed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(
+            f"{placed[0]} is named by the place of an object; give it an id"
+        )
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

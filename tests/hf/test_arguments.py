@@ -48,11 +48,19 @@ def everything(trainer: Any) -> tuple[Any, list[Any], int]:
     return history(trainer), logs, trainer.state.num_input_tokens_seen
 
 
+def _shown(value: Any) -> str:
+    """Name a function, or an object that is called: processes that share the tests need equal names."""
+    if not callable(value):
+        return str(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
 def cases() -> Iterator[Any]:
     """One case for each line of the table; the first of ``SFTTrainer`` is one of ``make test``."""
     for make, runs in TRIED.items():
         for options in runs:
-            name = f"{make.__name__}-{', '.join(f'{name}={value}' for name, value in options.items())}"
+            shown = (f"{name}={_shown(value)}" for name, value in options.items())
+            name = f"{make.__name__}-{', '.join(shown)}"
             is_tried = options is runs[0] and make.__name__ == "sft"
             yield pytest.param(
                 make, options, marks=() if is_tried else pytest.mark.long, id=name
