@@ -11,6 +11,7 @@ _RIGHT, _WRONG = "#0072B2", "#D55E00"
 _STYLE: Final = f"""
 svg.positions {{ width: 100%; height: auto; }}
 svg.positions text {{ fill: currentColor; font-size: {_SIDE}px; }}
+td:nth-child(2):not(:last-child) {{ white-space: nowrap; }}
 """
 
 
