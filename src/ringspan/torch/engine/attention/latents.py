@@ -37,12 +37,7 @@ from ringspan.torch.engine.attention.part import (
     sink_gradient,
     store,
 )
-from ringspan.torch.engine.attention.request import (
-    Request,
-    checked,
-    in_autocast,
-    without_autocast,
-)
+from ringspan.torch.engine.attention.request import Request, checked, in_autocast
 from ringspan.torch.engine.attention.ring import hops_and_blocks, send_gradients
 from ringspan.torch.engine.attention.spec import AttentionSpec
 
@@ -161,16 +156,17 @@ def _backward(
     """
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
 
-    def run(ring: Ring, _: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def run(ring: Ring, _: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dsinks = (
+            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        )
         queries, own = (dout, q, out, lse), Block.whole(latents, rotary)
-        return backward(ring, queries, own, expansion, trains_weight=trains_weight)
+        return *backward(
+            ring, queries, own, expansion, trains_weight=trains_weight
+        ), dsinks
 
     like = expansion.like(q, latents)
-    gradients = op.in_pass("backward of latents", run, q, *like, sinks, None, asked)
-    if sinks is None:
-        return *gradients, q.new_empty(0)
-    with without_autocast(q):
-        return *gradients, sink_gradient(dout, out, lse, sinks)
+    return op.in_pass("backward of latents", run, q, *like, sinks, None, asked)
 
 
 _forward_op: Final = torch.library.custom_op(

@@ -183,17 +183,19 @@ def _backward(
     """Return the operator's gradients, given out and lse of all keys."""
     inputs = dout, q, k, v, out, lse
 
-    def run(ring: Ring, ulysses: Ulysses | None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        ring: Ring, ulysses: Ulysses | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # Before there are other gradients: it takes more memory for a moment than they do.
+        dsinks = (
+            q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
+        )
         if ulysses is None:
-            return backward(ring, *inputs)
-        return ulysses.backward(ring, *inputs)
+            return *backward(ring, *inputs), dsinks
+        return *ulysses.backward(ring, *inputs), dsinks
 
     asked = AttentionSpec.parse(spec)
-    gradients = in_pass("backward", run, q, k, v, sinks, slopes, asked)
-    if sinks is None:
-        return *gradients, q.new_empty(0)
-    with without_autocast(q):
-        return *gradients, sink_gradient(dout, out, lse, sinks)
+    return in_pass("backward", run, q, k, v, sinks, slopes, asked)
 
 
 _forward_op: Final = torch.library.custom_op(
