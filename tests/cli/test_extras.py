@@ -155,7 +155,7 @@ def test_modules_import_without_extras_except_text_readers(ringspan, tmp_path):
     found = dict(json.loads(done.stdout))
     assert set(found.values()) == {f"training {TRAIN}"}
     folder = "ringspan.train.data"
-    users = {"job", "loop", "model", "run_folder.convert", "run_folder.resume"}
+    users = {"job", "loop", "model", "run_folder.export", "run_folder.resume"}
     assert {name for name in found if not name.startswith(folder)} == {
         *(f"ringspan.train.{name}" for name in users),
         "ringspan.cli.progress",

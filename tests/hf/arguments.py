@@ -127,7 +127,7 @@ TRIED: Final[dict[Any, list[Options]]] = {
     ],
     reward: [
         {"pad_to_multiple_of": 7, "disable_dropout": False, "dataset_num_proc": 2, "pad_token": "w4"},
-        {"center_rewards_coefficient": 0.1, "max_length": 9, "eos_token": "w3"},
+        {"center_rewards_coefficient": 0.1, "max_length": 11, "eos_token": "w3"},
     ],
     grpo: [
         *({"beta": 0.0, "loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")),

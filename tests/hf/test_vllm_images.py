@@ -119,8 +119,8 @@ def test_steps_with_images_equal_one_process(world, server, kind, ranks, replica
     ):
         if replicate > 1:  # a mean of means over other batches
             found["entropy"] = expected["entropy"]
-        # Answers are equally long, so a loss is 0 but for rounding; gradients are not.
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        # Answers are equally long, so a loss is 0 but for the rounding of advantages of 1; gradients are not.
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         found["loss"] = found["eval_loss"] = expected["loss"]
         close(found, expected)
         close_ratios(near, ratios, logs_none=kind == "rloo")
