@@ -28,6 +28,10 @@ def outcome(mesh, asked):
             "compile='nothing': use True, False or a backend of torch.compile",
         ),
         (
+            {"model": {"compile": "cudagraphs"}},
+            "compile='cudagraphs': a graph would repeat the messages",
+        ),
+        (
             {"adapter": {"rank": 2, "target_modules": "w_query"}},
             "adapter.target_modules = ['w_query']: Target modules",
         ),

@@ -28,6 +28,12 @@ def check_compile(decoder: PreTrainedModel, config: StepConfig) -> None:
         raise ConfigError(
             f"compile={backend!r}: use True, False or a backend of torch.compile: {shown}"
         )
+    # This backend records all operators of a program, also those that inductor leaves out of its graphs (``UNSAFE``).
+    if backend == "cudagraphs":
+        raise UnsupportedError(
+            "compile='cudagraphs': a graph would repeat the messages and lengths of the batch that it recorded; use "
+            "compile=True"
+        )
     check_beside_compile(config)
     name = type(decoder).__name__
     if family_of(decoder.config).scales_queries(decoder.config):
