@@ -37,15 +37,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def is_plain(tensor: object) -> bool:
-    """Return whether ``check_plain`` lets a tensor of torch's own class through."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )
-
-
 def check_plain(name: str, tensor: object) -> None:
     """Raise UnsupportedError for anything but a dense tensor that is whole on this rank."""
     if isinstance(tensor, DTensor):

@@ -146,17 +146,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     # Checked again for callers of the bare operator.
     check_differentiation("ring_attention", q, k, v, sinks)
-    return _handled(q, k, v, sinks, slopes, spec)
-
-
-def _handled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    spec: str,
-) -> tuple[Tensor, Tensor]:
     return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
 
 
@@ -296,8 +285,7 @@ def plain_call(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a call of an operator that runs ``forward``, its own code, unless something looks at operators.
 
-    Torch's way to a custom operator takes longer than a small attention. ``forward`` is not called under ``torch.func``
-    or forward-mode differentiation, so it need not look for them.
+    Torch's way to a custom operator takes longer than a small attention.
     """
 
     class Plain(torch.autograd.Function):
@@ -323,7 +311,7 @@ def refuse_again(ctx: object, *gradients: Tensor) -> Never:
 
 
 _attention: Final = plain_call(
-    _handled,
+    _forward,
     _forward_op,
     register_gradient("ring_attention", _forward_op, 5, attend_backward),
 )

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,18 +28,14 @@ from ringspan.torch.engine.attention.arguments import (
     check_plain,
     check_tensors,
     find_group,
-    is_plain,
 )
 from ringspan.torch.engine.attention.spec import AttentionSpec, padding_of
 from ringspan.torch.engine.kernels import check_name
 from ringspan.torch.engine.kernels.device import rules_of
-from ringspan.torch.engine.transport.agreement import compare_refused
+from ringspan.torch.engine.transport.agreement import NOTHING, compare_refused
 
 _log: Final = logging.getLogger(__name__)
 _logged: Final[set[Choice]] = set()
-
-
-_EVERYTHING: Final = slice(None)
 
 
 class Request(NamedTuple):
@@ -62,7 +58,7 @@ class Request(NamedTuple):
 
     def of_rows(self, rows: slice | Tensor) -> "Request":
         """Return the request for some sequences of the batch."""
-        if rows == _EVERYTHING:
+        if rows == slice(None):
             return self
         return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
 
@@ -75,11 +71,9 @@ def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
 
     The layers of a step ask the same, so it is checked once; each tensor is looked at every time.
     """
-    q, k, v = asked.q, asked.k, asked.v
-    if not (is_plain(q) and is_plain(k) and is_plain(v)):
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            check_plain(name, tensor)
-    q, k, v = in_autocast(q, k, v)
+    for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
+        check_plain(name, tensor)
+    q, k, v = in_autocast(asked.q, asked.k, asked.v)
     group = find_group(asked.group)
     if torch.compiler.is_compiling() or asked.route == "auto":
         spec = _spec_of(asked, group, q, k, v)
@@ -208,14 +202,11 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-_NOTHING: Final = nullcontext()
-
-
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which autocast of a tensor's device, if it has one, rounds nothing."""
     kind = x.device.type
     if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
-        return _NOTHING
+        return NOTHING
     return torch.autocast(kind, enabled=False)
 
 

@@ -31,30 +31,22 @@ class Memory(NamedTuple):
         return Memory(any(in_rows), max(alignments), all(may_repeat))
 
     def fits(self, x: Tensor) -> bool:
-        *_, rows, size = x.shape
-        *outer, of_rows, of_numbers = x.stride()
-        # ``is_in_rows``, without a call: each pass asks it of each tensor.
-        if self.in_rows and (of_numbers != 1 or (rows != 1 and of_rows < size)):
+        if self.in_rows and not is_in_rows(x):
             return False
-        if not self.may_repeat and 0 in outer and self._repeats(x):
+        if not self.may_repeat and any(
+            x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)
+        ):
             return False
         return self.alignment_bytes == 1 or self._is_aligned(x)
 
     def laid_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, as contiguous copies if they do not fit."""
-        for x in tensors:
-            if not self.fits(x):
-                break
-        else:
+        if all(map(self.fits, tensors)):
             return tensors
         return tuple(
             x if self.fits(x) else x.clone(memory_format=torch.contiguous_format)
             for x in tensors
         )
-
-    @staticmethod
-    def _repeats(x: Tensor) -> bool:
-        return any(x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1))
 
     def _is_aligned(self, x: Tensor) -> bool:
         if x.shape[-1] * x.itemsize % self.alignment_bytes:

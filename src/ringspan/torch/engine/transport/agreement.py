@@ -17,6 +17,8 @@ from ringspan.torch.engine.transport.collectives import gather
 from ringspan.torch.engine.transport.queue import SharedQueues
 from ringspan.torch.runtime.mesh import timeout_seconds
 
+NOTHING: Final = nullcontext()
+"""A context that does nothing, made once: each pass enters several."""
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
 OF_BATCH: Final = frozenset(
     {"layout", "keys' layout", "queries", "keys", "values", "length", "mask"}
@@ -101,7 +103,7 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
 
 def one_at_a_time(group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
     """Guard one pass of a thread over a group; UnsupportedError for another thread's."""
-    return _of(group).guard if _talks(group) else _NO_GUARD
+    return _of(group).guard if _talks(group) else NOTHING
 
 
 class _Guard(AbstractContextManager[None]):
@@ -119,9 +121,6 @@ class _Guard(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-_NO_GUARD: Final = nullcontext()
 
 
 def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Final, NamedTuple
@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringspan.torch.engine.transport.agreement import queues_of, report_out_of_step
+from ringspan.torch.engine.transport.agreement import (
+    NOTHING,
+    queues_of,
+    report_out_of_step,
+)
 from ringspan.torch.engine.transport.clock import Moment, now
 from ringspan.torch.engine.transport.queue import Expected, OutOfStepError, SharedQueues
 
@@ -101,15 +105,12 @@ def end_records() -> None:
     COUNTERS.transfers = COUNTERS.hops = None
 
 
-_NOTHING: Final = nullcontext()
-
-
 def hop_recorded(
     owner: int, num_pairs: int, device: torch.device
 ) -> AbstractContextManager[None]:
     """Record the computation inside as a hop with a block of ``owner``, if records are on."""
     if COUNTERS.hops is None:
-        return _NOTHING
+        return NOTHING
     return _recording(COUNTERS.hops, owner, num_pairs, device)
 
 

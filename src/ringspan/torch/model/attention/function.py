@@ -32,7 +32,6 @@ from ringspan.torch.model.layers.family import CONVENTIONS, Family
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.model.mechanism import Attends
 
-_EVERYTHING: Final = slice(None)
 # Arguments of a pass over a cache that are handled before attention.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
@@ -109,9 +108,9 @@ def register_attention(
             )
             key, value = call.key, call.value
             attention_mask, kwargs = call.mask, call.further
-        if attention_mask is not None or dropout:
-            kwargs |= {"attention_mask": attention_mask, "dropout": dropout}
-        check_attention(module, kwargs)
+        check_attention(
+            module, kwargs | {"attention_mask": attention_mask, "dropout": dropout}
+        )
         if call is not None and call.compute is not None:
             return call.compute().contiguous(), None
         kind = None if call is None else call.kind
@@ -245,7 +244,7 @@ def _rows(
     """
     if not packed:
         layout: Any = config.layout
-        return [Rows(_EVERYTHING, kind.in_text(length), layout)]
+        return [Rows(slice(None), kind.in_text(length), layout)]
     split = packed.split
     packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
     parts = parts_of(len(documents_of))
